@@ -1,0 +1,118 @@
+"""optimize, plan, restore, report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from . import families
+from .config import OptimizeConfig
+from .errors import PlanError
+from .journal import Journal
+from .passes.base import Pass
+from .plan import Context, Edit, Plan, Step
+from .report import Report
+
+Model = TypeVar("Model", bound=nn.Module)
+Config = OptimizeConfig | Iterable[Pass] | Mapping[str, Any] | None
+
+_SLOT = "_deepseek_accel"
+
+
+@dataclass
+class Optimized:
+    """What an optimized model carries: enough to undo and to report. Survives deepcopy and pickle with the model."""
+
+    config: OptimizeConfig
+    journal: Journal
+    rows: list[dict[str, Any]]
+    counters: Counter[str]
+    parameter_bytes: int
+
+
+def _parameter_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def plan(model: nn.Module, config: Config = None) -> Plan:
+    """What `optimize(model, config)` would do. Touches nothing, and needs no weights (a model on "meta" will do).
+
+    Raises UnsupportedModelError or PlanError exactly when `optimize` would.
+    """
+    options = OptimizeConfig.of(config)
+    inner = families.unwrap(model)
+    family = families.find(inner)
+    context = Context(options.passes, Counter())
+    result = Plan(family.model_type, context=context)
+    for p in options.ordered():
+        step = result.steps[p.name] = Step("lossy" if p.lossy else p.effect)
+        for item in p.plan(inner, family, context):
+            step.add(item)
+    result.check(options.allow_skips)
+    return result
+
+
+def optimize(model: Model, config: Config = None) -> Model:
+    """Make `model` fast in place and return it. `restore(model)` undoes it exactly.
+
+    model: a loaded transformers model of a known family, bare or wrapped by PEFT.
+    config: an OptimizeConfig, a sequence of passes, a mapping of pass names to options, or None for every pass that
+        keeps the model's numbers up to rounding.
+
+    Calling it again with the same config changes nothing; with another config it raises PlanError.
+    On any error the model is left exactly as it was.
+    """
+    inner = families.unwrap(model)
+    options = OptimizeConfig.of(config)
+    if (state := vars(inner).get(_SLOT)) is not None:
+        if state.config == options:
+            return model
+        raise PlanError(
+            "the model is already optimized with another config; call `restore(model)` first, then `optimize` again"
+        )
+    intended = plan(inner, options)
+    journal = Journal()
+    state = Optimized(options, journal, intended.rows(), intended.context.counters, _parameter_bytes(inner))
+    try:
+        for edit in [*intended.edits(), Edit(inner, _SLOT, lambda: state, "model")]:
+            journal.set(edit.owner, edit.name, edit.build())
+    except BaseException:
+        journal.undo()
+        raise
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Put every object `optimize` replaced back: the same objects, not equal ones. A model that is not optimized stays.
+
+    Raises RestoreError, having changed nothing, if something else replaced one of our objects in the meantime.
+    """
+    if (state := vars(families.unwrap(model)).get(_SLOT)) is not None:
+        state.journal.undo()
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """What `optimize` did to `model`, what it skipped and why, and what has run since."""
+    inner = families.unwrap(model)
+    family = families.find(inner)
+    state = vars(inner).get(_SLOT)
+    size = _parameter_bytes(inner)
+    if state is None:
+        return Report(family.model_type, optimized=False, parameter_bytes_before=size, parameter_bytes=size)
+    cache: dict[str, Any] = {}
+    for p in state.config.ordered():
+        cache |= p.describe(inner, family)
+    return Report(
+        family.model_type,
+        optimized=True,
+        passes=state.rows,
+        parameter_bytes_before=state.parameter_bytes,
+        parameter_bytes=size,
+        cache=cache,
+        counters=dict(state.counters),
+    )

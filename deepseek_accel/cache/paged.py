@@ -1,0 +1,360 @@
+"""A transformers cache whose layers keep their entries in fixed-size pages.
+
+A layer's entry is one vector per token: for latent attention the latent and the rotary key (C + R values), for
+grouped-query attention the keys of all heads, then the values of all heads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .. import families
+from ..errors import PlanError, UnsupportedModelError
+from .pages import PagePool, PageTable, check_page_options
+
+# transformers took an absolute length as a positive argument of `crop` until it removed that form in 5.18
+_POSITIVE_CROP = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 18)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What a layer's `update` hands to our attention in place of gathered keys and values."""
+
+    pool: PagePool
+    storage: torch.Tensor
+    """[num_pages, page_size, width]"""
+    length: int
+    """Keys held per row, counted from the first token still held."""
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    fresh: tuple[torch.Tensor, torch.Tensor] | None
+    """The keys and values just written, if nothing was held before them."""
+
+    def entries(self) -> torch.Tensor:
+        """[B, T, width] in sequence order: a view of the pages where one row lies in consecutive pages, else a copy."""
+        flat, offset = self.storage.flatten(0, 1), self.pool.offset
+        if (run := self.pool.run(offset, offset + self.length)) is not None:
+            return flat[run].unsqueeze(0)
+        pages = self.storage[self.pool.block_table().long()]
+        return pages.flatten(1, 2)[:, : self.length]
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, heads, T, key_dim] and values [B, heads, T, value_dim], as a stock cache layer returns them."""
+        if self.fresh is not None:
+            return self.fresh
+        keys, values = self.entries().split([self.num_heads * self.key_dim, self.num_heads * self.value_dim], -1)
+        return (
+            keys.unflatten(-1, (self.num_heads, self.key_dim)).transpose(1, 2),
+            values.unflatten(-1, (self.num_heads, self.value_dim)).transpose(1, 2),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"paged keys have no {name!r}: this cache was made for an optimized model and met an attention that does "
+            "not read pages. Make a cache for that model with `deepseek_accel.cache.paged_cache(model)`."
+        )
+
+
+class _Reader:
+    """The attention module a layer serves, held weakly. Copies of a cache serve the same module."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = weakref.ref(module)
+
+    def reads_pages(self) -> bool:
+        return getattr(self._module(), "_accel_attention", None) is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Reader:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], _Reader], tuple[()]]:
+        return _no_reader, ()  # a pickled cache gathers
+
+
+def _no_reader() -> _Reader:
+    reader = object.__new__(_Reader)
+    reader._module = lambda: None  # type: ignore[assignment]
+    return reader
+
+
+class _Pools:
+    """The pools of one cache: one per device and window."""
+
+    def __init__(self, page_size: int, max_pages: int | None, reserve_tokens: int, counters: Counter[str]) -> None:
+        self.page_size, self.max_pages, self.reserve_tokens = page_size, max_pages, reserve_tokens
+        self.counters = counters
+        self.by_place: dict[tuple[torch.device, int | None], PagePool] = {}
+        self.all: list[PagePool] = []
+
+    def at(self, device: torch.device, window: int | None, num_rows: int) -> PagePool:
+        if (device, window) not in self.by_place:
+            table = PageTable(self.page_size, self.max_pages)
+            pool = PagePool(table, num_rows, device, window, self.reserve_tokens, self.counters)
+            self.by_place[device, window] = pool
+            self.all.append(pool)
+        return self.by_place[device, window]
+
+    def extend(self, pool: PagePool, start: int, stop: int, keep: bool) -> None:
+        """Extend `pool`, after making sure that every other pool can follow."""
+        pool.drop_unseen(start, keep)
+        if self.max_pages is not None:
+            for other in self.all:
+                other.drop_unseen(start, keep)
+                other.table.check(start, stop)
+        pool.extend(start, stop)
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of a `PagedCache`. Layers of a cache share block tables; each has its own pages."""
+
+    is_compileable = False  # True would make `generate` torch.compile the model on a GPU
+    is_croppable = True
+    supports_early_init = False  # the shapes of latent and rotary key differ, and early initialization knows only one
+
+    def __init__(self, layer: int, pools: _Pools, window: int | None, reader: _Reader) -> None:
+        self.is_initialized = False
+        self.is_sliding = window is not None
+        self.window, self.record_past = window, False
+        self.length = 0
+        self._layer, self._pools, self._reader = layer, pools, reader
+
+    def __repr__(self) -> str:
+        return f"PagedLayer(tokens={self.length}, page_size={self._pools.page_size})"
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.num_heads, self.key_dim = key_states.shape[1], key_states.shape[-1]
+        self.value_dim = value_states.shape[-1]
+        self.pool = self._pools.at(self.device, self.window, key_states.shape[0])
+        self.pool.add_layer(self._layer, self.num_heads * (self.key_dim + self.value_dim), self.dtype)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Write new entries and return all of them.
+
+        key_states [B, heads, S, key_dim], value_states [B, heads, S, value_dim]. Returns keys and values as stock
+        layers do, or `Pages` twice if the attention module of this layer reads pages.
+        Pages hold values, not autograd graphs: gradients reach the tokens of this call only.
+        Raises CacheFullError before anything changes, ValueError if the number of rows does not match.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, _, count, _ = key_states.shape
+        if rows != self.pool.num_rows:
+            raise ValueError(
+                f"this cache holds {self.pool.num_rows} sequences, the new keys are of {rows}. "
+                "Use a new cache, or call `cache.reset()` first."
+            )
+        start, stop = self.length, self.length + count
+        self._pools.extend(self.pool, start, stop, self.record_past)
+        if count:
+            self._write(key_states.detach(), value_states.detach(), start, stop)
+        self.length = stop
+        pages = self._pages((key_states, value_states) if start == 0 else None)
+        return (pages, pages) if self._reader.reads_pages() else pages.gather()
+
+    def _write(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
+        flat = self.pool.storages[self._layer].flatten(0, 1)
+        keys, values = keys.transpose(1, 2).flatten(2), values.transpose(1, 2).flatten(2)
+        if (run := self.pool.run(start, stop)) is not None:
+            flat[run, : keys.shape[-1]] = keys[0]
+            flat[run, keys.shape[-1] :] = values[0]
+        else:
+            entries = torch.cat((keys, values), -1).flatten(0, 1)
+            flat.index_copy_(0, self.pool.slots(start, stop), entries.to(flat.dtype))
+
+    def _pages(self, fresh: tuple[torch.Tensor, torch.Tensor] | None = None) -> Pages:
+        length = self.length - self.pool.offset
+        storage = self.pool.storages[self._layer]
+        return Pages(self.pool, storage, length, self.num_heads, self.key_dim, self.value_dim, fresh)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[B, heads, T, key_dim], or None before the first update."""
+        return self._pages().gather()[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """[B, heads, T, value_dim], or None before the first update."""
+        return self._pages().gather()[1] if self.is_initialized else None
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.window is None else self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        offset = self.pool.offset_at(self.length, self.record_past) if self.is_initialized else 0
+        return self.length + query_length - offset, offset
+
+    def activate_past_recording(self) -> None:
+        """Keep tokens that fall out of the window until the next `crop`."""
+        self.record_past = True
+
+    # One layer alone leaves the table it shares with the others; `PagedCache` does the same for all of them at once.
+
+    def _leave(self) -> None:
+        if len(self.pool.storages) > 1:
+            self.pool = self.pool.split(self._layer)
+            self._pools.all.append(self.pool)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.length = _length_after_crop(self.length, tokens_to_remove)
+        if self.is_initialized and self.window is not None:
+            self._crop_window()
+
+    def _crop_window(self) -> None:
+        assert self.window is not None
+        first_needed = max(0, self.length - self.window + 1)
+        if self.pool.offset > first_needed:
+            raise RuntimeError(
+                "the tokens before the crop have left the sliding window. "
+                "Call `cache.activate_past_recording()` before the tokens that may be taken back."
+            )
+        self.pool.drop_before(first_needed)
+
+    def reset(self) -> None:
+        """Forget every token and every row. The memory stays reserved."""
+        self.length = 0
+        if self.is_initialized:
+            self._leave()
+            self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self._select([i for i in range(self.pool.num_rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            self._select(_row_numbers(indices, self.pool.num_rows))
+
+    def _select(self, rows: Sequence[int]) -> None:
+        if self.is_initialized:
+            self._leave()
+            self.pool.select(rows)
+
+
+class PagedCache(Cache):
+    """A transformers `Cache` of paged layers; make one with `paged_cache`."""
+
+    layers: list[Any]
+
+    def __init__(self, pools: _Pools, windows: Sequence[int | None], readers: Sequence[Any]) -> None:
+        self._pools = pools
+        super().__init__(
+            layers=[
+                PagedLayer(layer, pools, window, _Reader(reader))
+                for layer, (window, reader) in enumerate(zip(windows, readers, strict=True))
+            ]
+        )
+
+    @property
+    def page_size(self) -> int:
+        return self._pools.page_size
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages held now; a page of layers that share a table counts once."""
+        return sum(pool.table.pages_in_use for pool in self._pools.all)
+
+    def bytes_held(self) -> int:
+        """Bytes of all pages in use, over all layers."""
+        return sum(pool.bytes_held() for pool in self._pools.all)
+
+    def bytes_reserved(self) -> int:
+        """Bytes of device memory taken, pages not in use included."""
+        return sum(pool.bytes_reserved() for pool in self._pools.all)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens of every row and give their pages back."""
+        lengths = [_length_after_crop(layer.length, tokens_to_remove) for layer in self.layers]
+        for layer, length in zip(self.layers, lengths, strict=True):
+            layer.length = length
+            if layer.is_initialized and layer.window is not None:
+                layer._crop_window()
+        for pool in self._pools.all:
+            pool.trim(max((layer.length for layer in self.layers if layer.is_initialized), default=0))
+
+    def reset(self) -> None:
+        """Forget every token and every row, so that the next call may have another batch size."""
+        for layer in self.layers:
+            layer.length, layer.is_initialized = 0, False
+        self._pools.by_place.clear()
+        self._pools.all.clear()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i continues from the old row `beam_idx[i]`. Pages are shared, not copied, until one row writes."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = self._pools.all[0].num_rows if self._pools.all else 0
+        self._select([i for i in range(rows) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        rows = self._pools.all[0].num_rows if self._pools.all else 0
+        self._select(_row_numbers(indices, rows))
+
+    def _select(self, rows: Sequence[int]) -> None:
+        for pool in self._pools.all:
+            pool.select(rows)
+
+
+def _row_numbers(indices: Any, num_rows: int) -> list[int]:
+    """Plain row numbers of whatever indexes a batch dimension: a tensor of numbers, a bool mask, a slice, a list."""
+    return torch.arange(num_rows)[indices.cpu() if isinstance(indices, torch.Tensor) else indices].tolist()
+
+
+def _length_after_crop(length: int, tokens_to_remove: int) -> int:
+    if tokens_to_remove > 0:
+        if not _POSITIVE_CROP:
+            raise ValueError(
+                f"`crop({tokens_to_remove})` is not supported. "
+                "Pass a negative number to remove that many tokens from the end."
+            )
+        return min(length, tokens_to_remove)
+    return max(0, length + tokens_to_remove)
+
+
+def paged_cache(
+    model: Any,
+    page_size: int = 64,
+    max_pages: int | None = None,
+    *,
+    reserve_tokens: int = 0,
+    counters: Counter[str] | None = None,
+) -> PagedCache:
+    """A paged cache for `model`, optimized or not, to be passed to `model(...)` or `model.generate(...)`.
+
+    page_size: tokens per page, a power of two >= 16. max_pages: most pages (of every layer at once) before
+    CacheFullError; None grows. reserve_tokens: memory to take at once, in tokens per sequence; more is taken as needed.
+
+    Raises UnsupportedModelError if the model's cache holds more than keys and values, PlanError on a bad size.
+    """
+    check_page_options(page_size, max_pages)
+    if not isinstance(reserve_tokens, int) or reserve_tokens < 0:
+        raise PlanError(f"reserve_tokens must be an integer >= 0, got {reserve_tokens!r}")
+    inner = families.unwrap(model)
+    family = families.find(inner)
+    if family.extra_cache:
+        raise UnsupportedModelError(
+            f"the cache of {family.model_type} also holds {family.extra_cache}, which pages do not hold; "
+            "use the cache transformers makes"
+        )
+    attentions = family.attentions(inner)
+    pools = _Pools(page_size, max_pages, reserve_tokens, Counter() if counters is None else counters)
+    return PagedCache(pools, [family.sliding_window(a) for a in attentions], attentions)

@@ -1,0 +1,323 @@
+"""Which pages hold which part of every sequence, and the memory of those pages.
+
+A page holds `page_size` consecutive tokens of one sequence, for every layer that shares the table. The host decides
+(`PageTable`), the device holds (`PagePool`). Fixed-size pages cannot fragment: any free page fits any need.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CacheFullError, PlanError
+
+
+class PageTable:
+    """Page ids of every row, with reference counts: rows that share a history share its pages until one writes.
+
+    page_size: tokens per page, a power of two >= 16. max_pages: most pages in use at once, or None for no limit.
+    """
+
+    def __init__(self, page_size: int, max_pages: int | None = None) -> None:
+        check_page_options(page_size, max_pages)
+        self.page_size, self.max_pages = page_size, max_pages
+        self.rows: list[list[int]] = []
+        self.dropped = 0
+        """Leading pages given back because no later token can see them; the same number for every row."""
+        self.version = 0
+        """Changes with every change of `rows`."""
+        self._references: list[int] = []
+        self._free: list[int] = []  # a heap: the lowest id first keeps the pool dense and rows contiguous
+
+    @property
+    def pages_in_use(self) -> int:
+        return len(self._references) - len(self._free)
+
+    @property
+    def high_water(self) -> int:
+        """One more than the largest page id ever handed out: what the memory must hold."""
+        return len(self._references)
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def start(self, num_rows: int) -> None:
+        """Begin `num_rows` empty rows. Everything held before is given back."""
+        self.trim(0)
+        self.dropped = 0
+        self.rows = [[] for _ in range(num_rows)]
+        self.version += 1
+
+    def missing(self, start: int, stop: int) -> int:
+        """Pages that `extend(start, stop)` would take from the free list."""
+        wanted = self._pages_for(stop)
+        fresh = sum(max(0, wanted - len(row)) for row in self.rows)
+        return fresh + sum(count - 1 for count in self._shared(start, stop).values())
+
+    def check(self, start: int, stop: int) -> None:
+        """Raise CacheFullError if `extend(start, stop)` would need more pages than allowed. Changes nothing."""
+        if self.max_pages is None:
+            return
+        missing = self.missing(start, stop)
+        if self.pages_in_use + missing > self.max_pages:
+            raise CacheFullError(
+                f"{len(self.rows)} sequences of {stop:,} tokens need {self.pages_in_use + missing:,} pages of "
+                f"{self.page_size} tokens, and max_pages is {self.max_pages:,}. Raise max_pages, leave it None so that "
+                "the pool grows, or pass fewer or shorter sequences. The cache is unchanged."
+            )
+
+    def extend(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Give every row pages for the tokens before `stop`, and sole ownership of those that hold [start, stop).
+
+        Returns (source, copy) page pairs whose contents the caller must copy before writing.
+        Raises CacheFullError before anything changes.
+        """
+        self.check(start, stop)
+        wanted, copies = self._pages_for(stop), []
+        shared = self._shared(start, stop)
+        for row in self.rows:
+            for i in self._written(row, start, stop) if shared else ():
+                page = row[i]
+                if self._references[page] > 1:
+                    row[i] = self._take()
+                    self._references[page] -= 1
+                    copies.append((page, row[i]))
+            if len(row) < wanted:
+                row += [self._take() for _ in range(wanted - len(row))]
+                self.version += 1
+        self.version += bool(copies)
+        return copies
+
+    def trim(self, length: int) -> None:
+        """Give back every page that holds only tokens from `length` on."""
+        keep = self._pages_for(length)
+        for row in self.rows:
+            self._release(row[keep:])
+            if len(row) > keep:
+                del row[keep:]
+                self.version += 1
+
+    def drop_before(self, position: int) -> None:
+        """Give back every page that holds only tokens before `position`."""
+        count = max(0, position) // self.page_size - self.dropped
+        if count <= 0:
+            return
+        for row in self.rows:
+            self._release(row[:count])
+            del row[:count]
+        self.dropped += count
+        self.version += 1
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Row i becomes a copy of the old row `indices[i]`; no page moves."""
+        rows = [list(self.rows[i]) for i in indices]
+        for row in rows:
+            for page in row:
+                self._references[page] += 1
+        for row in self.rows:
+            self._release(row)
+        self.rows = rows
+        self.version += 1
+
+    def _pages_for(self, length: int) -> int:
+        return max(0, -(-length // self.page_size) - self.dropped)
+
+    def _written(self, row: list[int], start: int, stop: int) -> range:
+        first = max(0, start // self.page_size - self.dropped)
+        return range(first, min(len(row), self._pages_for(stop)) if stop > start else first)
+
+    def _shared(self, start: int, stop: int) -> dict[int, int]:
+        """Pages of [start, stop) that more than one row holds, with their reference counts."""
+        pages = (row[i] for row in self.rows for i in self._written(row, start, stop))
+        return {page: self._references[page] for page in pages if self._references[page] > 1}
+
+    def _take(self) -> int:
+        if self._free:
+            page = heapq.heappop(self._free)
+        else:
+            page = len(self._references)
+            self._references.append(0)
+        self._references[page] = 1
+        return page
+
+    def _release(self, pages: list[int]) -> None:
+        for page in pages:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                heapq.heappush(self._free, page)
+
+
+def check_page_options(page_size: Any, max_pages: Any) -> None:
+    """Raise PlanError unless the two are usable."""
+    whole = isinstance(page_size, int) and not isinstance(page_size, bool)
+    if not whole or page_size < 16 or page_size & (page_size - 1):
+        raise PlanError(f"page_size must be a power of two of at least 16 tokens, got {page_size!r}")
+    if max_pages is not None and (not isinstance(max_pages, int) or isinstance(max_pages, bool) or max_pages < 1):
+        raise PlanError(f"max_pages must be a positive integer or None, got {max_pages!r}")
+
+
+class PagePool:
+    """The pages of all layers that share one table, on one device.
+
+    Each layer has its own storage [num_pages, page_size, width]; a page id means the same tokens in every storage.
+    window: how many tokens a query sees, itself included, or None for all of them.
+    """
+
+    GROWTH = 1.5
+
+    def __init__(
+        self,
+        table: PageTable,
+        num_rows: int,
+        device: torch.device,
+        window: int | None,
+        reserve_tokens: int,
+        counters: Counter[str],
+    ) -> None:
+        self.table, self.device, self.window, self.counters = table, device, window, counters
+        self.reserve_tokens = reserve_tokens
+        self.storages: dict[int, torch.Tensor] = {}
+        self._prepared: tuple[int, int] | None = None
+        self._forget()
+        table.start(num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.table.rows)
+
+    @property
+    def page_size(self) -> int:
+        return self.table.page_size
+
+    @property
+    def offset(self) -> int:
+        """Position of the first token still held."""
+        return self.table.dropped * self.page_size
+
+    def add_layer(self, layer: int, width: int, dtype: torch.dtype) -> None:
+        """Make room for the tokens of `layer`, `width` values each."""
+        pages = max(self.table.high_water, self._reserved_pages())
+        self.storages[layer] = torch.empty(pages, self.page_size, width, dtype=dtype, device=self.device)
+
+    def bytes_held(self) -> int:
+        """Bytes of the pages in use."""
+        per_page = sum(s.stride(0) * s.element_size() for s in self.storages.values())
+        return per_page * self.table.pages_in_use
+
+    def bytes_reserved(self) -> int:
+        return sum(s.numel() * s.element_size() for s in self.storages.values())
+
+    def offset_at(self, start: int, keep: bool) -> int:
+        """The `offset` that a step starting at token `start` will see."""
+        if self.window is None or keep:
+            return self.offset
+        return max(self.offset, (max(0, start - self.window + 1) // self.page_size) * self.page_size)
+
+    def drop_unseen(self, start: int, keep: bool) -> None:
+        """Give back the pages that no token from `start` on can see, unless a rollback may need them (`keep`)."""
+        if self.window is not None and not keep:
+            self.drop_before(start - self.window + 1)
+
+    def extend(self, start: int, stop: int) -> None:
+        """Make tokens [start, stop) writable in every layer. The other layers' calls in the same step cost nothing."""
+        if self._prepared == (start, stop):
+            return
+        for source, target in self.table.extend(start, stop):
+            self._grow()
+            for storage in self.storages.values():
+                storage[target].copy_(storage[source])
+        self._grow()
+        self._prepared = (start, stop)
+        self.counters["kv_cache: most pages in use"] = max(
+            self.counters["kv_cache: most pages in use"], self.table.pages_in_use
+        )
+
+    def trim(self, length: int) -> None:
+        self.table.trim(length)
+        self._prepared = None
+
+    def drop_before(self, position: int) -> None:
+        self.table.drop_before(position)
+
+    def select(self, indices: Sequence[int]) -> None:
+        self.table.select(indices)
+        self._prepared = None
+
+    def split(self, layer: int) -> PagePool:
+        """Move the storage of `layer` to a pool of its own with the same rows, and return that pool."""
+        pool = copy.copy(self)
+        pool.table, pool.storages, pool._prepared = copy.deepcopy(self.table), {layer: self.storages.pop(layer)}, None
+        pool._forget()
+        return pool
+
+    def block_table(self) -> torch.Tensor:
+        """[B, W] int32 page ids on the device; entries past a row's last page repeat page 0 and are never read."""
+        if self._table_version != self.table.version:
+            width = max((len(row) for row in self.table.rows), default=0)
+            padded = [row + [0] * (width - len(row)) for row in self.table.rows]
+            self._block_table = torch.tensor(padded, dtype=torch.int32).reshape(-1, width).to(self.device)
+            row = self.table.rows[0] if self.num_rows == 1 else []
+            self._first_page = row[0] if row and row == list(range(row[0], row[0] + len(row))) else None
+            self._table_version = self.table.version
+            self._slots = None
+        return self._block_table
+
+    def run(self, start: int, stop: int) -> slice | None:
+        """The physical token range of [start, stop) if there is one row and its pages are consecutive, else None."""
+        self.block_table()
+        if self._first_page is None:
+            return None
+        base = self._first_page * self.page_size - self.offset
+        return slice(base + start, base + stop)
+
+    def slots(self, start: int, stop: int) -> torch.Tensor:
+        """[B * (stop - start)] int64 physical token indices, row by row."""
+        table = self.block_table()
+        if self._slots is None or self._slots[0] != (start, stop):
+            position = torch.arange(start - self.offset, stop - self.offset, device=self.device)
+            pages = table[:, position // self.page_size].long()
+            self._slots = ((start, stop), (pages * self.page_size + position % self.page_size).flatten())
+        return self._slots[1]
+
+    def lengths(self, length: int) -> torch.Tensor:
+        """[B] int32, all `length`."""
+        if self._lengths is None or self._lengths[0] != (length, self.num_rows):
+            full = torch.full((self.num_rows,), length, dtype=torch.int32, device=self.device)
+            self._lengths = ((length, self.num_rows), full)
+        return self._lengths[1]
+
+    def first_visible(self, mask: torch.Tensor) -> torch.Tensor:
+        """[B] int32: the first key any query of the row sees under `mask` [B, 1, S, T] (bool, or added to scores)."""
+        if self._starts is None or self._starts[0] is not mask:
+            visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            starts = visible[:, 0].any(1).to(torch.uint8).argmax(-1).to(torch.int32)
+            self._starts = (mask, starts.expand(self.num_rows).contiguous())
+        return self._starts[1]
+
+    def _forget(self) -> None:
+        """Drop everything derived from the table."""
+        self._table_version = -1
+        self._block_table = torch.empty(0, 0, dtype=torch.int32)
+        self._first_page: int | None = None
+        self._slots: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._lengths: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _reserved_pages(self) -> int:
+        pages = self.num_rows * -(-self.reserve_tokens // self.page_size)
+        return pages if self.table.max_pages is None else min(pages, self.table.max_pages)
+
+    def _grow(self) -> None:
+        for layer, storage in self.storages.items():
+            if (need := self.table.high_water) > len(storage):
+                capacity = max(need, int(len(storage) * self.GROWTH))
+                if self.table.max_pages is not None:
+                    capacity = max(need, min(capacity, self.table.max_pages))
+                grown = torch.empty(capacity, *storage.shape[1:], dtype=storage.dtype, device=storage.device)
+                grown[: len(storage)].copy_(storage)
+                self.storages[layer] = grown  # one layer at a time, so the peak is one storage above the total

@@ -1,0 +1,53 @@
+"""One file per model family, named after the Hugging Face `config.model_type`. There is no registry to edit."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from .base import Family
+
+NATIVE = (
+    "Load it with `AutoModelForCausalLM.from_pretrained(path)` and without `trust_remote_code=True`, "
+    "so that transformers uses its own class."
+)
+
+
+def known() -> list[str]:
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT wrapper or a `torch.compile` wrapper, or `model` itself."""
+    model = getattr(model, "_orig_mod", model)
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if get_base_model is not None else model
+
+
+def find(model: nn.Module) -> Family:
+    """The family of an unwrapped model. Raises UnsupportedModelError with what to do instead."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"expected a loaded transformers model, got {type(model).__name__!r}. "
+            "Load one first: `AutoModelForCausalLM.from_pretrained(path)`."
+        )
+    name, module = type(model).__name__, type(model).__module__
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if module.startswith("transformers_modules"):
+        raise UnsupportedModelError(f"{name} was loaded from remote code ({module}). {NATIVE}")
+    if model_type not in known():
+        raise UnsupportedModelError(
+            f"no family file for model_type={model_type!r} ({name}); this version knows {', '.join(known())}."
+        )
+    family: Family = importlib.import_module(f"{__name__}.{model_type}").FAMILY
+    decoder = family.decoder(model)
+    if not any(c.__module__ == family.modeling_module for c in type(decoder).__mro__):
+        raise UnsupportedModelError(
+            f"{name} says model_type={model_type!r}, but {type(decoder).__module__}.{type(decoder).__name__} "
+            f"is not the class of {family.modeling_module}. {NATIVE}"
+        )
+    return family

@@ -1,0 +1,509 @@
+"""The routed experts. Two launches where few tokens meet many experts, four elsewhere; the host never waits.
+
+Few pairs of token and expert (decode): each pair reads its expert's rows once, as dot products without tensor cores.
+  1. `pair_gate_up_kernel`  silu(gate) * up of every pair
+  2. `pair_down_kernel`     for each token and block of columns the weighted sum over its K experts, in order
+Otherwise pairs are sorted by expert and go through tensor cores tile by tile:
+  1. `sort_kernel`          pairs in order of their expert, and which expert and rows each tile has
+  2. `tile_gate_up_kernel`  silu(gate) * up of every pair, in sorted order
+  3. `tile_down_kernel`     outputs of every pair, in the original order
+  4. `combine_kernel`       the weighted sum over K, in order
+
+Address arithmetic is in int64: pairs x sizes and expert x sizes pass 2^31 for V3.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _silu(value):
+    return value / (1.0 + tl.exp(-value))
+
+
+@triton.jit
+def pair_gate_up_kernel(
+    hidden,  # [T, D]
+    indices,  # [T * K]
+    gate_up,  # [E, 2I, D]
+    active,  # [T * K, I], contiguous
+    hidden_stride,
+    expert_stride,
+    row_stride,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(indices + pair).to(tl.int64)
+    if (expert < 0) | (expert >= E):
+        return  # pair_down_kernel does not read this row
+    rows = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    columns = tl.arange(0, BLOCK_D)
+    x = hidden + (pair // K) * hidden_stride + columns
+    gate_rows = gate_up + expert * expert_stride + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    up_rows = gate_rows + tl.full([], I, tl.int64) * row_stride
+    inside = rows[:, None] < I
+    gate = tl.zeros([BLOCK_I], tl.float32)
+    up = tl.zeros([BLOCK_I], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        in_row = columns < D - start
+        mask = inside & in_row[None, :]
+        value = tl.load(x + start, mask=in_row, other=0.0).to(tl.float32)[None, :]
+        gate_weight = tl.load(gate_rows + start, mask=mask, other=0.0)
+        up_weight = tl.load(up_rows + start, mask=mask, other=0.0)
+        gate += tl.sum(gate_weight.to(tl.float32) * value, 1)
+        up += tl.sum(up_weight.to(tl.float32) * value, 1)
+    tl.store(active + pair * I + rows, (_silu(gate) * up).to(active.dtype.element_ty), mask=rows < I)
+
+
+@triton.jit
+def pair_down_kernel(
+    active,  # [T * K, I], contiguous
+    indices,  # [T * K]
+    weights,  # [T * K]
+    down,  # [E, D, I]
+    out,  # [T, D], contiguous
+    expert_stride,
+    row_stride,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_D: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    token = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_I)
+    offsets = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    inside = rows[:, None] < D
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for k in range(K):
+        pair = token * K + k
+        expert = tl.load(indices + pair).to(tl.int64)
+        valid = (expert >= 0) & (expert < E)
+        weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)
+        expert = tl.where(valid, expert, 0)
+        output = tl.zeros([BLOCK_D], tl.float32)
+        for start in range(0, I, BLOCK_I):
+            in_row = (columns < I - start) & valid
+            value = tl.load(active + pair * I + start + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+            matrix = tl.load(down + expert * expert_stride + offsets + start, mask=inside & in_row[None, :], other=0.0)
+            output += tl.sum(matrix.to(tl.float32) * value, 1)
+        total += weight * output
+    tl.store(out + token * D + rows, total.to(out.dtype.element_ty), mask=rows < D)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def sort_kernel(
+    indices,  # [pairs]
+    order,  # [pairs] int32: pairs sorted by expert, in each expert by number; dropped ones are left out
+    tiles,  # [3, num_tiles] int32: expert or -1, first row in `order`, row after the last
+    num_pairs,
+    num_tiles,
+    E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per expert. Tile numbers need no word between programs: expert e starts at first row // BLOCK_M + e,
+    which leaves each expert enough tiles, and at most one too many."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    lower = tl.zeros([BLOCK], tl.int32)
+    equal = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        ids = tl.load(indices + start + lane, mask=lane < num_pairs - start, other=-1)
+        lower += ((ids >= 0) & (ids < expert)).to(tl.int32)
+        equal += (ids == expert).to(tl.int32)
+    first = tl.sum(lower, 0)
+    count = tl.sum(equal, 0)
+
+    place = first
+    for start in range(0, num_pairs, BLOCK):
+        ids = tl.load(indices + start + lane, mask=lane < num_pairs - start, other=-1)
+        mine = ids == expert
+        rank = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(order + place + rank - 1, start + lane, mask=mine)
+        place += tl.sum(mine.to(tl.int32), 0)
+
+    tile = first // BLOCK_M + expert
+    end = (first + count) // BLOCK_M + expert + 1
+    if expert == E - 1:
+        end = num_tiles
+    for start in range(tile, end, BLOCK):
+        number = start + lane
+        row = first + (number - tile) * BLOCK_M
+        used = row < first + count
+        here = number < end
+        tl.store(tiles + number, tl.where(used, expert, -1), mask=here)
+        tl.store(tiles + num_tiles + number, row, mask=here)
+        tl.store(tiles + 2 * num_tiles + number, tl.minimum(row + BLOCK_M, first + count), mask=here)
+
+
+@triton.jit
+def _tile_of_program(num_tiles, N_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(row tile, column tile): GROUP row tiles at a time share the weights that they read through the L2 cache."""
+    program = tl.program_id(0)
+    group = program // (GROUP * N_TILES)
+    first = group * GROUP
+    size = tl.minimum(num_tiles - first, GROUP)
+    inner = program - first * N_TILES
+    return first + inner % size, inner // size
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def tile_gate_up_kernel(
+    hidden,  # [T, D]
+    order,  # [pairs]
+    tiles,  # [3, num_tiles]
+    gate_up,  # [E, 2I, D]
+    active,  # [pairs, I], contiguous, sorted
+    hidden_stride,
+    expert_stride,
+    row_stride,
+    num_tiles,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    EVEN: tl.constexpr = D % BLOCK_K == 0
+    tile, column = _tile_of_program(num_tiles, (I + BLOCK_N - 1) // BLOCK_N, GROUP)
+    expert = tl.load(tiles + tile).to(tl.int64)
+    if expert < 0:
+        return
+    sorted_row = tl.load(tiles + num_tiles + tile) + tl.arange(0, BLOCK_M)
+    used = sorted_row < tl.load(tiles + 2 * num_tiles + tile)
+    token = (tl.load(order + sorted_row, mask=used, other=0) // K).to(tl.int64)
+    outer = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = outer < I
+    # Columns past the last read the last: what they compute is not stored, and a load without a mask is faster.
+    safe = tl.where(inside, outer, I - 1).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K)
+    x = hidden + token[:, None] * hidden_stride + inner[None, :]
+    gate_rows = gate_up + expert * expert_stride + safe[None, :] * row_stride + inner[:, None]
+    up_rows = gate_rows + tl.full([], I, tl.int64) * row_stride
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, D, BLOCK_K):
+        if EVEN:
+            value = tl.load(x, mask=used[:, None], other=0.0)
+            gate_weight = tl.load(gate_rows)
+            up_weight = tl.load(up_rows)
+        else:
+            in_row = inner < D - start
+            value = tl.load(x, mask=used[:, None] & in_row[None, :], other=0.0)
+            gate_weight = tl.load(gate_rows, mask=in_row[:, None], other=0.0)
+            up_weight = tl.load(up_rows, mask=in_row[:, None], other=0.0)
+        gate = tl.dot(value, gate_weight, gate, input_precision=PRECISION)
+        up = tl.dot(value, up_weight, up, input_precision=PRECISION)
+        x += BLOCK_K
+        gate_rows += BLOCK_K
+        up_rows += BLOCK_K
+    pointers = active + sorted_row.to(tl.int64)[:, None] * I + outer[None, :]
+    tl.store(pointers, (_silu(gate) * up).to(active.dtype.element_ty), mask=used[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def tile_down_kernel(
+    active,  # [pairs, I], contiguous, sorted
+    order,  # [pairs]
+    tiles,  # [3, num_tiles]
+    down,  # [E, D, I]
+    outputs,  # [pairs, D], contiguous, in the original order
+    expert_stride,
+    row_stride,
+    num_tiles,
+    D: tl.constexpr,
+    I: tl.constexpr,  # noqa: E741
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    EVEN: tl.constexpr = I % BLOCK_K == 0
+    tile, column = _tile_of_program(num_tiles, (D + BLOCK_N - 1) // BLOCK_N, GROUP)
+    expert = tl.load(tiles + tile).to(tl.int64)
+    if expert < 0:
+        return
+    sorted_row = tl.load(tiles + num_tiles + tile) + tl.arange(0, BLOCK_M)
+    used = sorted_row < tl.load(tiles + 2 * num_tiles + tile)
+    pair = tl.load(order + sorted_row, mask=used, other=0).to(tl.int64)
+    outer = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = outer < D
+    safe = tl.where(inside, outer, D - 1).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K)
+    x = active + sorted_row.to(tl.int64)[:, None] * I + inner[None, :]
+    rows = down + expert * expert_stride + safe[None, :] * row_stride + inner[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, I, BLOCK_K):
+        if EVEN:
+            value = tl.load(x, mask=used[:, None], other=0.0)
+            weight = tl.load(rows)
+        else:
+            in_row = inner < I - start
+            value = tl.load(x, mask=used[:, None] & in_row[None, :], other=0.0)
+            weight = tl.load(rows, mask=in_row[:, None], other=0.0)
+        total = tl.dot(value, weight, total, input_precision=PRECISION)
+        x += BLOCK_K
+        rows += BLOCK_K
+    pointers = outputs + pair[:, None] * D + outer[None, :]
+    tl.store(pointers, total.to(outputs.dtype.element_ty), mask=used[:, None] & inside[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    outputs,  # [T * K, D], contiguous; rows of dropped pairs hold anything
+    indices,  # [T * K]
+    weights,  # [T * K]
+    out,  # [T, D], contiguous
+    E: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = columns < D
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for k in range(K):
+        pair = token * K + k
+        expert = tl.load(indices + pair)
+        valid = (expert >= 0) & (expert < E)
+        weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)
+        total += weight * tl.load(outputs + pair * D + columns, mask=mask & valid, other=0.0).to(tl.float32)
+    tl.store(out + token * D + columns, total.to(out.dtype.element_ty), mask=mask)
+
+
+class Tile(NamedTuple):
+    """Sizes of a tiled matmul: rows, output columns (of gate and of up each), inner, and how it is compiled."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+def _shared_bytes(tile: Tile, matrices: int, element_bytes: int) -> int:
+    return (tile.rows + matrices * tile.columns) * tile.inner * element_bytes * tile.stages
+
+
+def _shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take."""
+    if device.type != "cuda":
+        return 163 * 1024
+    capability = torch.cuda.get_device_capability(device)
+    if capability in ((8, 0), (8, 7)):
+        return 163 * 1024
+    return 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
+
+
+def choose_tiles(rows_per_expert: float, element_bytes: int, shared_limit: int) -> tuple[Tile, Tile]:
+    """Tiles of the gate-up and the down matmul: as many rows as an expert has, up to 128. Both have the same rows.
+
+    With few rows the weights are what is read, so a tile is narrow, several fit on a multiprocessor and loads run far
+    ahead. fp32 has no tensor core path of full precision: small tiles, whose operands fit in registers.
+    """
+    if element_bytes == 4:
+        gate_up = down = Tile(16 if rows_per_expert <= 16 else 32, 32, 32, 4, 2)
+    elif rows_per_expert <= 10:
+        gate_up, down = Tile(16, 64, 64, 4, 4), Tile(16, 128, 64, 4, 4)
+    elif rows_per_expert <= 24:
+        gate_up, down = Tile(32, 64, 64, 4, 4), Tile(32, 128, 64, 4, 4)
+    elif rows_per_expert <= 64:
+        gate_up, down = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)
+    else:
+        gate_up, down = Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 4)
+    fitting = []
+    for tile, matrices in ((gate_up, 2), (down, 1)):
+        while tile.stages > 2 and _shared_bytes(tile, matrices, element_bytes) > shared_limit - 4096:
+            tile = tile._replace(stages=tile.stages - 1)
+        fitting.append(tile)
+    return fitting[0], fitting[1]
+
+
+def _reads_by_pair(num_pairs: int, top_k: int, num_experts: int) -> bool:
+    """Whether few enough pairs share an expert that each may read its expert alone."""
+    return num_pairs == top_k or 2 * num_pairs <= num_experts
+
+
+def launch(
+    hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    num_tokens, top_k = indices.shape
+    num_experts, size, _ = down.shape
+    if gate_up.stride(-1) != 1 or down.stride(-1) != 1:
+        raise ValueError("gate_up and down must have unit last stride")
+    out = torch.empty(num_tokens, size, dtype=hidden.dtype, device=hidden.device)
+    if out.numel() == 0:
+        return out
+    if hidden.stride(-1) != 1:
+        hidden = hidden.contiguous()
+    by_pair = _reads_by_pair(num_tokens * top_k, top_k, num_experts)
+    with torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext():
+        run = _launch_by_pair if by_pair else _launch_by_tile
+        run(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out)
+    return out
+
+
+def _launch_by_pair(
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    num_tokens, top_k = indices.shape
+    num_experts, size, intermediate = down.shape
+    sizes = {"E": num_experts, "K": top_k, "D": size, "I": intermediate}
+    active = hidden.new_empty(num_tokens * top_k, intermediate)
+    block_i, block_d = 8, min(triton.next_power_of_2(size), 512)
+    pair_gate_up_kernel[(triton.cdiv(intermediate, block_i), num_tokens * top_k)](
+        hidden,
+        indices,
+        gate_up,
+        active,
+        hidden.stride(0),
+        gate_up.stride(0),
+        gate_up.stride(1),
+        **sizes,
+        BLOCK_I=block_i,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    block_d, block_i = 4, min(triton.next_power_of_2(intermediate), 2048)
+    pair_down_kernel[(triton.cdiv(size, block_d), num_tokens)](
+        active,
+        indices,
+        weights,
+        down,
+        out,
+        down.stride(0),
+        down.stride(1),
+        **sizes,
+        BLOCK_D=block_d,
+        BLOCK_I=block_i,
+        num_warps=4,
+    )
+
+
+def _launch_by_tile(
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    num_tokens, top_k = indices.shape
+    num_experts, size, intermediate = down.shape
+    num_pairs = num_tokens * top_k
+    element_bytes = hidden.element_size()
+    first, second = choose_tiles(num_pairs / num_experts, element_bytes, _shared_limit(hidden.device))
+    num_tiles = num_pairs // first.rows + num_experts
+    precision = "ieee" if element_bytes == 4 else "tf32"
+    order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
+    tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=hidden.device)
+    active = hidden.new_empty(num_pairs, intermediate)
+    outputs = hidden.new_empty(num_pairs, size)
+    block = min(4096, max(256, triton.next_power_of_2(num_pairs)))
+    sort_kernel[(num_experts,)](
+        indices,
+        order,
+        tiles,
+        num_pairs,
+        num_tiles,
+        E=num_experts,
+        BLOCK_M=first.rows,
+        BLOCK=block,
+        num_warps=8 if block > 1024 else 4,
+    )
+    tile_gate_up_kernel[(num_tiles * triton.cdiv(intermediate, first.columns),)](
+        hidden,
+        order,
+        tiles,
+        gate_up,
+        active,
+        hidden.stride(0),
+        gate_up.stride(0),
+        gate_up.stride(1),
+        num_tiles,
+        K=top_k,
+        D=size,
+        I=intermediate,
+        BLOCK_M=first.rows,
+        BLOCK_N=first.columns,
+        BLOCK_K=first.inner,
+        GROUP=8,
+        PRECISION=precision,
+        num_warps=first.warps,
+        num_stages=first.stages,
+    )
+    tile_down_kernel[(num_tiles * triton.cdiv(size, second.columns),)](
+        active,
+        order,
+        tiles,
+        down,
+        outputs,
+        down.stride(0),
+        down.stride(1),
+        num_tiles,
+        D=size,
+        I=intermediate,
+        BLOCK_M=second.rows,
+        BLOCK_N=second.columns,
+        BLOCK_K=second.inner,
+        GROUP=8,
+        PRECISION=precision,
+        num_warps=second.warps,
+        num_stages=second.stages,
+    )
+    block_d = min(triton.next_power_of_2(size), 1024)
+    combine_kernel[(num_tokens, triton.cdiv(size, block_d))](
+        outputs, indices, weights, out, E=num_experts, K=top_k, D=size, BLOCK_D=block_d, num_warps=4
+    )
+
+
+def compile_cases() -> list[tuple]:
+    """(name, kernel, signature, constexprs, options) of every kernel and tile in bf16 at the sizes of V2-Lite and V3."""
+    types = {
+        **dict.fromkeys(("hidden", "gate_up", "down", "active", "outputs", "out"), "*bf16"),
+        **{"weights": "*fp32", "indices": "*i64", "order": "*i32", "tiles": "*i32"},
+        **dict.fromkeys(("hidden_stride", "expert_stride", "row_stride", "num_pairs", "num_tiles"), "i32"),
+    }
+    cases = []
+
+    def add(name: str, kernel: triton.JITFunction, constants: dict, warps: int, stages: int = 3) -> None:
+        signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+        cases.append((name, kernel, signature, constants, {"num_warps": warps, "num_stages": stages}))
+
+    for model, experts, top_k, size, intermediate in (("v2-lite", 64, 6, 2048, 1408), ("v3", 256, 8, 7168, 2048)):
+        sizes = {"E": experts, "K": top_k, "D": size, "I": intermediate}
+        add(f"pair_gate_up-{model}", pair_gate_up_kernel, {**sizes, "BLOCK_I": 8, "BLOCK_D": 512}, 4)
+        add(f"pair_down-{model}", pair_down_kernel, {**sizes, "BLOCK_D": 4, "BLOCK_I": 2048}, 4)
+        add(f"combine-{model}", combine_kernel, {"E": experts, "K": top_k, "D": size, "BLOCK_D": 1024}, 4)
+        for rows in (8, 24, 64, 128):
+            first, second = choose_tiles(rows, 2, 163 * 1024)
+            add(f"sort-{model}-{rows}", sort_kernel, {"E": experts, "BLOCK_M": first.rows, "BLOCK": 4096}, 8)
+            for tile, kernel in ((first, tile_gate_up_kernel), (second, tile_down_kernel)):
+                constants = {"K": top_k, "D": size, "I": intermediate, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
+                constants |= {"BLOCK_K": tile.inner, "GROUP": 8, "PRECISION": "tf32"}
+                constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+                name = "tile_gate_up" if kernel is tile_gate_up_kernel else "tile_down"
+                add(f"{name}-{model}-{rows}", kernel, constants, tile.warps, tile.stages)
+    return cases

@@ -1,0 +1,243 @@
+"""Grouped-query attention over paged keys and values, on a GPU.
+
+The contract is in `ops/gqa_attention.py`. A program takes `BLOCK_ROWS` (query, head) pairs that share one key head, so
+that head's part of a page is read once per row block.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deepseek_accel.kernels.combine import (
+    LOG2_E,
+    SHARED_BYTES,
+    SMALLEST_SHARED_BYTES,
+    Launch,
+    LaunchOptions,
+    attended_blocks,
+    capability_of,
+    choose_splits,
+    combine_launch,
+    compile_case,
+    mask_arguments,
+    masked_scores,
+    num_processors,
+    on_device,
+    output_like,
+    padded,
+    parts_like,
+    softmax_step,
+    store_rows,
+)
+
+
+@triton.jit(do_not_specialize=["num_queries", "max_length", "table_stride"])
+def gqa_attention_kernel(
+    query, storage, block_table, lengths, starts, mask, out, lse,
+    scale_log2, mask_floor, num_queries, max_length, table_stride,
+    query_stride_b, query_stride_s, query_stride_h,
+    mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = KV_HEADS * (HEAD_DIM + VALUE_DIM)
+    row_block = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    batch = tl.program_id(1).to(tl.int64)
+    rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    position_in_queries = rows // GROUP
+    head = (kv_head * GROUP + rows % GROUP).to(tl.int64)
+    live = position_in_queries < num_queries
+    part_rows = (batch * num_queries + position_in_queries) * (KV_HEADS * GROUP) + head
+
+    length = tl.load(lengths + batch)
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + batch)
+    first, last = attended_blocks(length, start, num_queries, row_block, GROUP, BLOCK_ROWS, BLOCK_KEYS, CAUSAL)
+    if SPLIT and first >= last:
+        empty = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+        tl.store(lse + part_rows * tl.num_programs(2) + tl.program_id(2), empty, mask=live)
+        return
+    limits = tl.zeros((BLOCK_ROWS,), tl.int32) + length
+    if CAUSAL:
+        limits = length - num_queries + position_in_queries + 1
+
+    columns = tl.arange(0, BLOCK_DIM)
+    value_columns = tl.arange(0, BLOCK_VALUE)
+    offsets = tl.arange(0, BLOCK_KEYS)
+    position_in_queries = position_in_queries.to(tl.int64)
+    query_rows = query + batch * query_stride_b + position_in_queries * query_stride_s + head * query_stride_h
+    queries = tl.load(
+        query_rows[:, None] + columns[None, :], mask=live[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
+    )
+    mask_offsets = batch * mask_stride_b + position_in_queries * mask_stride_s
+    table_row = block_table + batch * table_stride
+    storage += kv_head * HEAD_DIM
+    value_offset = KV_HEADS * HEAD_DIM + kv_head * (VALUE_DIM - HEAD_DIM)
+
+    row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        position = block * BLOCK_KEYS
+        page = tl.load(table_row + position // PAGE_SIZE).to(tl.int64)
+        keys = position + offsets
+        present = (keys >= start) & (keys < length)
+        entries = storage + page * (PAGE_SIZE * WIDTH) + (position % PAGE_SIZE + offsets)[:, None] * WIDTH
+        key_present = present[:, None]
+        if BLOCK_DIM != HEAD_DIM:
+            key_present = key_present & (columns < HEAD_DIM)[None, :]
+        value_present = present[:, None]
+        if BLOCK_VALUE != VALUE_DIM:
+            value_present = value_present & (value_columns < VALUE_DIM)[None, :]
+        key_block = tl.load(entries + columns[None, :], mask=key_present, other=0.0)
+        value_block = tl.load(entries + value_offset + value_columns[None, :], mask=value_present, other=0.0)
+        scores = tl.dot(queries, tl.trans(key_block), input_precision="ieee")
+        scores = masked_scores(
+            scores * scale_log2, keys, present, limits, mask, mask_offsets, mask_stride_t, mask_floor, max_length, live,
+            MASK_IS_BOOL,
+        )  # fmt: skip
+        weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum)
+        total = tl.dot(weights.to(value_block.dtype), value_block, total * rescale[:, None], input_precision="ieee")
+
+    out_offsets = batch * out_stride_b + position_in_queries * out_stride_s + head * out_stride_h
+    store_rows(total, row_max, row_sum, out, out_offsets, lse, part_rows, value_columns, live, VALUE_DIM, SPLIT)
+
+
+def launch_options(
+    capability: tuple[int, int], num_rows: int, page_size: int, head_dim: int, value_dim: int, element_size: int
+) -> LaunchOptions:
+    """Block sizes, warps and stages for `num_rows` = S*H/G rows: the deepest pipeline that fits the shared memory."""
+    block_rows = 16 if element_size > 2 else min(padded(num_rows), 64)
+    entry_bytes = (padded(head_dim) + padded(value_dim)) * element_size
+    # Half of the shared memory: two blocks on a processor hide each other's waits.
+    room = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES) // 2 - block_rows * entry_bytes
+    for block_keys, num_stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)):
+        block_keys = min(block_keys, page_size)
+        if num_stages * block_keys * entry_bytes <= room:
+            break
+    return LaunchOptions(block_rows, block_keys, 4, num_stages)
+
+
+def plan(
+    query: torch.Tensor,
+    storage: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    max_length: int,
+    scale: float,
+    num_kv_heads: int,
+    value_dim: int,
+    *,
+    causal: bool = True,
+    starts: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    capability: tuple[int, int] | None = None,
+    options: LaunchOptions | None = None,
+) -> tuple[torch.Tensor, list[Launch]]:
+    """The output (not yet written) and the launches that write it."""
+    batch, num_queries, heads, head_dim = query.shape
+    group, page_size = heads // num_kv_heads, storage.shape[1]
+    options = options or launch_options(
+        capability or capability_of(storage.device),
+        num_queries * group,
+        page_size,
+        head_dim,
+        value_dim,
+        storage.element_size(),
+    )
+    programs = triton.cdiv(num_queries * group, options.block_rows) * num_kv_heads
+    if num_splits is None:
+        max_blocks = triton.cdiv(max_length, options.block_keys)
+        num_splits = choose_splits(programs * batch, max_blocks, 2 * num_processors(storage.device))
+    out = output_like(query, value_dim)
+    parts, lse = parts_like(query, num_splits, value_dim) if num_splits > 1 else (out, None)
+    arguments = {
+        "query": query,
+        "storage": storage,
+        "block_table": block_table,
+        "lengths": lengths,
+        "starts": starts,
+        "out": parts,
+        "lse": lse,
+        "scale_log2": scale * LOG2_E,
+        "num_queries": num_queries,
+        "max_length": max_length,
+        "table_stride": block_table.stride(0),
+        "query_stride_b": query.stride(0),
+        "query_stride_s": query.stride(1),
+        "query_stride_h": query.stride(2),
+        "out_stride_b": out.stride(0),
+        "out_stride_s": out.stride(1),
+        "out_stride_h": out.stride(2),
+        "KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_DIM": padded(head_dim),
+        "BLOCK_VALUE": padded(value_dim),
+        "PAGE_SIZE": page_size,
+        "BLOCK_ROWS": options.block_rows,
+        "BLOCK_KEYS": options.block_keys,
+        "STAGES": options.num_stages,
+        "CAUSAL": causal,
+        "SPLIT": num_splits > 1,
+        **mask_arguments(mask),
+    }
+    launches = [
+        Launch(gqa_attention_kernel, (programs, batch, num_splits), arguments, options.num_warps, options.num_stages)
+    ]
+    if lse is not None:
+        launches.append(combine_launch(parts, lse, out))
+    return out, launches
+
+
+def launch(*arguments: Any, **options: Any) -> torch.Tensor:
+    """`plan` carried out: same arguments, returns the output [B, S, H, Dv] of `query`'s dtype."""
+    out, launches = plan(*arguments, **options)
+    if out.numel():
+        with on_device(out.device):
+            for step in launches:
+                step.run()
+    return out
+
+
+def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
+    """Llama-3 8B (head dim 128, group 4), decode and drafted tokens, and Qwen2-like 64-wide heads."""
+    cases = []
+    variants = (  # group, head_dim, queries, page_size, num_splits, mask, dtype
+        (4, 128, 1, 64, 4, None, torch.bfloat16),
+        (4, 128, 1, 16, 1, None, torch.float16),
+        (4, 128, 16, 64, 1, torch.bool, torch.bfloat16),
+        (7, 64, 1, 64, 4, torch.bfloat16, torch.bfloat16),
+        (4, 128, 1, 64, 4, None, torch.float32),
+    )
+    for group, head_dim, queries, page_size, num_splits, mask_dtype, dtype in variants:
+        meta = {"dtype": dtype, "device": "meta"}
+        index = {"dtype": torch.int32, "device": "meta"}
+        for capability in (80, 89, 90, 100):
+            _, launches = plan(
+                torch.empty(2, queries, 8 * group, head_dim, **meta),
+                torch.empty(64, page_size, 16 * head_dim, **meta),
+                torch.empty(2, 32, **index),
+                torch.empty(2, **index),
+                1024,
+                0.1,
+                8,
+                head_dim,
+                starts=torch.empty(2, **index) if mask_dtype else None,
+                mask=torch.empty(2, 1, queries, 1024, dtype=mask_dtype, device="meta") if mask_dtype else None,
+                num_splits=num_splits,
+                capability=divmod(capability, 10),
+            )
+            kind = str(dtype).removeprefix("torch.")
+            mask_name = " mask" if mask_dtype else ""
+            name = f"gqa D{head_dim} group{group} S{queries} P{page_size} splits{num_splits} {kind}{mask_name}"
+            cases.append(compile_case(name, launches[0], capability))
+    return cases

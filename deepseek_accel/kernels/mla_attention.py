@@ -1,0 +1,241 @@
+"""Attention over a paged cache of latents, on a GPU: every head reads the same entry, as key and (its latent) as value.
+
+The contract is in `ops/mla_attention.py`. A program takes `BLOCK_ROWS` (query, head) pairs of one sequence and a part of
+its keys, so a page is read once per row block.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deepseek_accel.kernels.combine import (
+    LOG2_E,
+    SHARED_BYTES,
+    SMALLEST_SHARED_BYTES,
+    Launch,
+    LaunchOptions,
+    attended_blocks,
+    capability_of,
+    choose_splits,
+    combine_launch,
+    compile_case,
+    mask_arguments,
+    masked_scores,
+    num_processors,
+    on_device,
+    output_like,
+    padded,
+    parts_like,
+    softmax_step,
+    store_rows,
+)
+
+
+@triton.jit(do_not_specialize=["num_queries", "max_length", "table_stride"])
+def mla_attention_kernel(
+    q_latent, q_rope, storage, block_table, lengths, starts, mask, out, lse,
+    scale_log2, mask_floor, num_queries, max_length, table_stride,
+    latent_stride_b, latent_stride_s, latent_stride_h, rope_stride_b, rope_stride_s, rope_stride_h,
+    mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    row_block = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    query = rows // HEADS
+    head = (rows % HEADS).to(tl.int64)
+    live = query < num_queries
+    part_rows = batch * num_queries * HEADS + rows
+
+    length = tl.load(lengths + batch)
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + batch)
+    first, last = attended_blocks(length, start, num_queries, row_block, HEADS, BLOCK_ROWS, BLOCK_KEYS, CAUSAL)
+    if SPLIT and first >= last:
+        empty = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+        tl.store(lse + part_rows * tl.num_programs(2) + tl.program_id(2), empty, mask=live)
+        return
+    limits = tl.zeros((BLOCK_ROWS,), tl.int32) + length
+    if CAUSAL:
+        limits = length - num_queries + query + 1
+
+    columns = tl.arange(0, BLOCK_RANK)
+    rope_columns = tl.arange(0, BLOCK_ROPE)
+    offsets = tl.arange(0, BLOCK_KEYS)
+    query = query.to(tl.int64)
+    latent_rows = q_latent + batch * latent_stride_b + query * latent_stride_s + head * latent_stride_h
+    rope_rows = q_rope + batch * rope_stride_b + query * rope_stride_s + head * rope_stride_h
+    query_latent = tl.load(
+        latent_rows[:, None] + columns[None, :], mask=live[:, None] & (columns < RANK)[None, :], other=0.0
+    )
+    query_rope = tl.load(
+        rope_rows[:, None] + rope_columns[None, :], mask=live[:, None] & (rope_columns < ROPE)[None, :], other=0.0
+    )
+    mask_offsets = batch * mask_stride_b + query * mask_stride_s
+    table_row = block_table + batch * table_stride
+
+    row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_RANK), tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        position = block * BLOCK_KEYS
+        page = tl.load(table_row + position // PAGE_SIZE).to(tl.int64)
+        keys = position + offsets
+        present = (keys >= start) & (keys < length)
+        entries = storage + page * (PAGE_SIZE * (RANK + ROPE)) + (position % PAGE_SIZE + offsets)[:, None] * (RANK + ROPE)
+        latent_present = present[:, None]
+        if BLOCK_RANK != RANK:
+            latent_present = latent_present & (columns < RANK)[None, :]
+        rope_present = present[:, None]
+        if BLOCK_ROPE != ROPE:
+            rope_present = rope_present & (rope_columns < ROPE)[None, :]
+        latent = tl.load(entries + columns[None, :], mask=latent_present, other=0.0)
+        rope = tl.load(entries + RANK + rope_columns[None, :], mask=rope_present, other=0.0)
+        scores = tl.dot(query_latent, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(query_rope, tl.trans(rope), scores, input_precision="ieee")
+        scores = masked_scores(
+            scores * scale_log2, keys, present, limits, mask, mask_offsets, mask_stride_t, mask_floor, max_length, live,
+            MASK_IS_BOOL,
+        )  # fmt: skip
+        weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum)
+        total = tl.dot(weights.to(latent.dtype), latent, total * rescale[:, None], input_precision="ieee")
+
+    out_offsets = batch * out_stride_b + query * out_stride_s + head * out_stride_h
+    store_rows(total, row_max, row_sum, out, out_offsets, lse, part_rows, columns, live, RANK, SPLIT)
+
+
+def launch_options(
+    capability: tuple[int, int], num_rows: int, page_size: int, rank: int, rope: int, element_size: int
+) -> LaunchOptions:
+    """Block sizes, warps and stages for `num_rows` = S*H rows: the deepest pipeline that fits the shared memory."""
+    block_rows = 16 if element_size > 2 else min(max(padded(num_rows), 16), 64)
+    entry_bytes = (padded(rank) + padded(rope)) * element_size
+    room = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES) - block_rows * entry_bytes
+    for block_keys, num_stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)):
+        block_keys = min(block_keys, page_size)
+        if num_stages * block_keys * entry_bytes <= room:
+            break
+    return LaunchOptions(block_rows, block_keys, 4 if block_rows == 16 else 8, num_stages)
+
+
+def plan(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    storage: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    max_length: int,
+    scale: float,
+    latent_rank: int,
+    *,
+    causal: bool = True,
+    starts: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    capability: tuple[int, int] | None = None,
+    options: LaunchOptions | None = None,
+) -> tuple[torch.Tensor, list[Launch]]:
+    """The output (not yet written) and the launches that write it."""
+    batch, num_queries, heads, _ = q_latent.shape
+    page_size, rope = storage.shape[1], q_rope.shape[3]
+    num_rows = num_queries * heads
+    options = options or launch_options(
+        capability or capability_of(storage.device), num_rows, page_size, latent_rank, rope, storage.element_size()
+    )
+    row_blocks = triton.cdiv(num_rows, options.block_rows)
+    if num_splits is None:
+        max_blocks = triton.cdiv(max_length, options.block_keys)
+        num_splits = choose_splits(row_blocks * batch, max_blocks, num_processors(storage.device))
+    out = output_like(q_latent, latent_rank)
+    parts, lse = parts_like(q_latent, num_splits, latent_rank) if num_splits > 1 else (out, None)
+    arguments = {
+        "q_latent": q_latent,
+        "q_rope": q_rope,
+        "storage": storage,
+        "block_table": block_table,
+        "lengths": lengths,
+        "starts": starts,
+        "out": parts,
+        "lse": lse,
+        "scale_log2": scale * LOG2_E,
+        "num_queries": num_queries,
+        "max_length": max_length,
+        "table_stride": block_table.stride(0),
+        "latent_stride_b": q_latent.stride(0),
+        "latent_stride_s": q_latent.stride(1),
+        "latent_stride_h": q_latent.stride(2),
+        "rope_stride_b": q_rope.stride(0),
+        "rope_stride_s": q_rope.stride(1),
+        "rope_stride_h": q_rope.stride(2),
+        "out_stride_b": out.stride(0),
+        "out_stride_s": out.stride(1),
+        "out_stride_h": out.stride(2),
+        "HEADS": heads,
+        "RANK": latent_rank,
+        "ROPE": rope,
+        "BLOCK_RANK": padded(latent_rank),
+        "BLOCK_ROPE": padded(rope),
+        "PAGE_SIZE": page_size,
+        "BLOCK_ROWS": options.block_rows,
+        "BLOCK_KEYS": options.block_keys,
+        "STAGES": options.num_stages,
+        "CAUSAL": causal,
+        "SPLIT": num_splits > 1,
+        **mask_arguments(mask),
+    }
+    grid = (row_blocks, batch, num_splits)
+    launches = [Launch(mla_attention_kernel, grid, arguments, options.num_warps, options.num_stages)]
+    if lse is not None:
+        launches.append(combine_launch(parts, lse, out))
+    return out, launches
+
+
+def launch(*arguments: Any, **options: Any) -> torch.Tensor:
+    """`plan` carried out: same arguments, returns the output [B, S, H, C] of `q_latent`'s dtype."""
+    out, launches = plan(*arguments, **options)
+    if out.numel():
+        with on_device(out.device):
+            for step in launches:
+                step.run()
+    return out
+
+
+def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
+    """DeepSeek-V2-Lite (16 heads) and V3 (128), decode and five drafted tokens, with and without a mask."""
+    cases = []
+    variants = (  # heads, queries, page_size, num_splits, mask, dtype
+        (16, 1, 64, 4, None, torch.bfloat16),
+        (16, 1, 64, 1, None, torch.bfloat16),
+        (16, 6, 64, 1, torch.bool, torch.bfloat16),
+        (16, 1, 16, 4, None, torch.float16),
+        (128, 1, 64, 4, None, torch.bfloat16),
+        (128, 1, 64, 1, torch.bfloat16, torch.bfloat16),
+        (16, 1, 64, 4, None, torch.float32),
+    )
+    for heads, queries, page_size, num_splits, mask_dtype, dtype in variants:
+        meta = {"dtype": dtype, "device": "meta"}
+        index = {"dtype": torch.int32, "device": "meta"}
+        for capability in (80, 89, 90, 100):
+            _, launches = plan(
+                torch.empty(2, queries, heads, 512, **meta),
+                torch.empty(2, queries, heads, 64, **meta),
+                torch.empty(64, page_size, 576, **meta),
+                torch.empty(2, 32, **index),
+                torch.empty(2, **index),
+                1024,
+                0.1,
+                512,
+                starts=torch.empty(2, **index) if mask_dtype else None,
+                mask=torch.empty(2, 1, queries, 1024, dtype=mask_dtype, device="meta") if mask_dtype else None,
+                num_splits=num_splits,
+                capability=divmod(capability, 10),
+            )
+            kind = str(dtype).removeprefix("torch.")
+            name = f"mla H{heads} S{queries} P{page_size} splits{num_splits} {kind}{' mask' if mask_dtype else ''}"
+            cases.append(compile_case(name, launches[0], capability))
+    return cases

@@ -1,0 +1,87 @@
+"""Root mean square norm: one launch, one program per row."""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["inner"])
+def rms_norm_kernel(
+    x,  # [outer, inner, D]
+    weight,  # [D]
+    out,  # [outer * inner, D], contiguous
+    inner,
+    outer_stride,
+    inner_stride,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_D)
+    mask = columns < D
+    start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+    value = tl.load(x + start + columns, mask=mask, other=0.0)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    wide = value.to(tl.float32)
+    normal = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
+    rounded = normal.to(value.dtype).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * D + columns, (scale * rounded).to(out.dtype.element_ty), mask=mask)
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as [outer, inner, D] with unit last stride; a copy only if three or more leading dims do not merge."""
+    size = x.shape[-1]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.dim() == 3:
+        return x
+    if x.dim() < 3:
+        return x.reshape(1, -1, size)
+    return x.reshape(-1, x.shape[-2], size)
+
+
+def launch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    size = x.shape[-1]
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    if out.numel() == 0:
+        return out
+    rows = _as_rows(x)
+    block = triton.next_power_of_2(size)
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
+            rows,
+            weight.contiguous(),
+            out,
+            rows.shape[1],
+            rows.stride(0),
+            rows.stride(1),
+            eps,
+            D=size,
+            BLOCK_D=block,
+            num_warps=min(8, max(1, block // 512)),
+        )
+    return out
+
+
+def compile_cases() -> list[tuple]:
+    """(name, kernel, signature, constexprs, options) of the shapes of V2-Lite and V3 in bf16."""
+    signature = {
+        "x": "*bf16",
+        "weight": "*bf16",
+        "out": "*bf16",
+        "inner": "i32",
+        "outer_stride": "i64",
+        "inner_stride": "i32",
+        "eps": "fp32",
+        "D": "constexpr",
+        "BLOCK_D": "constexpr",
+    }
+    cases = []
+    for name, size in (("latent", 512), ("v3-query", 1536), ("v2-lite-hidden", 2048), ("v3-hidden", 7168)):
+        block = triton.next_power_of_2(size)
+        options = {"num_warps": min(8, max(1, block // 512)), "num_stages": 3}
+        cases.append((f"rms_norm-{name}", rms_norm_kernel, signature, {"D": size, "BLOCK_D": block}, options))
+    return cases

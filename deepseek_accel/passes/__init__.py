@@ -1,0 +1,17 @@
+"""The passes, in the order they are applied. Name = file name = config key."""
+
+import importlib
+
+from .base import Pass
+
+PASSES = (
+    "attention",
+    "experts",
+    "layers",
+    "kv_cache",
+)
+
+
+def load(name: str) -> type[Pass]:
+    pass_class: type[Pass] = importlib.import_module(f"{__name__}.{name}").PASS
+    return pass_class
