@@ -16,6 +16,7 @@ from .journal import Journal
 from .passes.base import Pass
 from .plan import Context, Edit, Plan, Step
 from .report import Report
+from .versions import check_transformers
 
 Model = TypeVar("Model", bound=nn.Module)
 Config = OptimizeConfig | Iterable[Pass] | Mapping[str, Any] | None
@@ -34,6 +35,10 @@ class Optimized:
     parameter_bytes: int
 
 
+def _state(model: Any) -> Optimized | None:
+    return getattr(families.unwrap(model), "__dict__", {}).get(_SLOT)
+
+
 def _parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
@@ -43,6 +48,7 @@ def plan(model: nn.Module, config: Config = None) -> Plan:
 
     Raises UnsupportedModelError or PlanError exactly when `optimize` would.
     """
+    check_transformers()
     options = OptimizeConfig.of(config)
     inner = families.unwrap(model)
     family = families.find(inner)
@@ -68,7 +74,7 @@ def optimize(model: Model, config: Config = None) -> Model:
     """
     inner = families.unwrap(model)
     options = OptimizeConfig.of(config)
-    if (state := vars(inner).get(_SLOT)) is not None:
+    if (state := _state(inner)) is not None:
         if state.config == options:
             return model
         raise PlanError(
@@ -91,7 +97,7 @@ def restore(model: Model) -> Model:
 
     Raises RestoreError, having changed nothing, if something else replaced one of our objects in the meantime.
     """
-    if (state := vars(families.unwrap(model)).get(_SLOT)) is not None:
+    if (state := _state(model)) is not None:
         state.journal.undo()
     return model
 
@@ -100,7 +106,7 @@ def report(model: nn.Module) -> Report:
     """What `optimize` did to `model`, what it skipped and why, and what has run since."""
     inner = families.unwrap(model)
     family = families.find(inner)
-    state = vars(inner).get(_SLOT)
+    state = _state(inner)
     size = _parameter_bytes(inner)
     if state is None:
         return Report(family.model_type, optimized=False, parameter_bytes_before=size, parameter_bytes=size)

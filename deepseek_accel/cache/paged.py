@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import families
 from ..errors import PlanError, UnsupportedModelError
+from ..versions import crop_takes_length
 from .pages import PagePool, PageTable, check_page_options
-
-# transformers took an absolute length as a positive argument of `crop` until it removed that form in 5.18
-_POSITIVE_CROP = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 18)
-
 
 @dataclass(frozen=True)
 class Pages:
@@ -321,7 +317,7 @@ def _row_numbers(indices: Any, num_rows: int) -> list[int]:
 
 def _length_after_crop(length: int, tokens_to_remove: int) -> int:
     if tokens_to_remove > 0:
-        if not _POSITIVE_CROP:
+        if not crop_takes_length():
             raise ValueError(
                 f"`crop({tokens_to_remove})` is not supported. "
                 "Pass a negative number to remove that many tokens from the end."

@@ -47,6 +47,10 @@ class Family:
         """Attention modules, in layer order. Each has `layer_idx` and `config`."""
         return [layer.self_attn for layer in self.layers(model)]
 
+    def why_no_attention(self) -> str | None:
+        """Why our attention cannot stand in for the installed transformers' own, or None if it can."""
+        return None
+
     def moe(self, model: nn.Module) -> list[tuple[str, Any]]:
         """(name, block) of every mixture block: `.gate` returns (logits, weights, indices), `.experts` computes."""
         return [

@@ -19,6 +19,7 @@ MAX_SPLITS = 128
 # Shared memory a block may use, by compute capability, in bytes. Unknown GPUs get the smallest.
 SHARED_BYTES = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
 SMALLEST_SHARED_BYTES = 99 << 10
+SCRATCH_BYTES = 8 << 10  # for the weights of a block and for layout changes
 
 
 class LaunchOptions(NamedTuple):
@@ -75,6 +76,30 @@ def choose_splits(num_programs: int, max_blocks: int, processors: int) -> int:
     if 2 * splits <= MAX_SPLITS and splits * num_programs <= processors and max_blocks >= 16 * splits:
         splits *= 2
     return splits
+
+
+def launch_options(
+    capability: tuple[int, int], num_rows: int, page_size: int, key_width: int, value_width: int, element_size: int
+) -> LaunchOptions:
+    """Block sizes, warps and stages for `num_rows` rows over entries of `key_width` (with what lies beside the key).
+
+    One entry takes key_width * element_size bytes of shared memory. Small row blocks, which wait for memory, take half
+    of it, so that two programs on a processor hide each other's waits; large ones, which wait for the tensor cores, all.
+    """
+    shared = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
+    block_rows = min(padded(num_rows), 16 if element_size > 2 else 32 if shared == SMALLEST_SHARED_BYTES else 64)
+    entry_bytes = key_width * element_size
+    if block_rows < 64:
+        shared //= 2
+    # Matrix instructions that read both operands from shared memory (Hopper's and later) hold one buffer longer.
+    extra = 1 if block_rows >= 64 and capability[0] >= 9 else 0
+    for keys, num_stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)):
+        block_keys = min(keys, page_size)
+        buffers = max(num_stages - 1, 1) + extra
+        if (block_rows + buffers * block_keys) * entry_bytes + SCRATCH_BYTES <= shared:
+            break
+    num_warps = 8 if block_rows * value_width >= 1 << 14 else 4
+    return LaunchOptions(block_rows, block_keys, num_warps, num_stages)
 
 
 @triton.jit
@@ -267,5 +292,7 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
     for width, num_splits in ((512, 4), (512, MAX_SPLITS), (128, 32)):
         query = torch.empty(2, 1, 16, width, dtype=torch.bfloat16, device="meta")
         launch = combine_launch(*parts_like(query, num_splits, width), output_like(query, width))
-        cases += [compile_case(f"combine V{width} splits{num_splits}", launch, capability) for capability in (80, 90, 100)]
+        cases += [
+            compile_case(f"combine V{width} splits{num_splits}", launch, capability) for capability in (80, 90, 100)
+        ]
     return cases

@@ -94,7 +94,7 @@ def pair_down_kernel(
         expert = tl.where(valid, expert, 0)
         output = tl.zeros([BLOCK_D], tl.float32)
         for start in range(0, I, BLOCK_I):
-            in_row = (columns < I - start) & valid
+            in_row = columns < tl.where(valid, I - start, 0)
             value = tl.load(active + pair * I + start + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
             matrix = tl.load(down + expert * expert_stride + offsets + start, mask=inside & in_row[None, :], other=0.0)
             output += tl.sum(matrix.to(tl.float32) * value, 1)
@@ -284,7 +284,9 @@ def combine_kernel(
         expert = tl.load(indices + pair)
         valid = (expert >= 0) & (expert < E)
         weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)
-        total += weight * tl.load(outputs + pair * D + columns, mask=mask & valid, other=0.0).to(tl.float32)
+        total += weight * tl.load(outputs + pair * D + columns, mask=columns < tl.where(valid, D, 0), other=0.0).to(
+            tl.float32
+        )
     tl.store(out + token * D + columns, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -298,21 +300,20 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _shared_bytes(tile: Tile, matrices: int, element_bytes: int) -> int:
-    return (tile.rows + matrices * tile.columns) * tile.inner * element_bytes * tile.stages
+def _shared_bytes(tile: Tile, matrices: int, element_bytes: int, capability: tuple[int, int]) -> int:
+    """Triton holds a buffer per stage where tensor cores read shared memory themselves (9.0 on), else one less."""
+    buffers = tile.stages if capability >= (9, 0) and capability[0] < 12 else tile.stages - 1
+    return (tile.rows + matrices * tile.columns) * tile.inner * element_bytes * buffers
 
 
-def _shared_limit(device: torch.device) -> int:
+def _shared_limit(capability: tuple[int, int]) -> int:
     """Bytes of shared memory that one program may take."""
-    if device.type != "cuda":
-        return 163 * 1024
-    capability = torch.cuda.get_device_capability(device)
     if capability in ((8, 0), (8, 7)):
         return 163 * 1024
     return 227 * 1024 if capability[0] in (9, 10) else 99 * 1024
 
 
-def choose_tiles(rows_per_expert: float, element_bytes: int, shared_limit: int) -> tuple[Tile, Tile]:
+def choose_tiles(rows_per_expert: float, element_bytes: int, capability: tuple[int, int]) -> tuple[Tile, Tile]:
     """Tiles of the gate-up and the down matmul: as many rows as an expert has, up to 128. Both have the same rows.
 
     With few rows the weights are what is read, so a tile is narrow, several fit on a multiprocessor and loads run far
@@ -327,10 +328,11 @@ def choose_tiles(rows_per_expert: float, element_bytes: int, shared_limit: int) 
     elif rows_per_expert <= 64:
         gate_up, down = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)
     else:
-        gate_up, down = Tile(128, 64, 64, 8, 4), Tile(128, 128, 64, 8, 4)
+        gate_up, down = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
+    limit = _shared_limit(capability) - 1024  # what the tile's own reductions and barriers take
     fitting = []
     for tile, matrices in ((gate_up, 2), (down, 1)):
-        while tile.stages > 2 and _shared_bytes(tile, matrices, element_bytes) > shared_limit - 4096:
+        while tile.stages > 2 and _shared_bytes(tile, matrices, element_bytes, capability) > limit:
             tile = tile._replace(stages=tile.stages - 1)
         fitting.append(tile)
     return fitting[0], fitting[1]
@@ -372,7 +374,7 @@ def _launch_by_pair(
     num_experts, size, intermediate = down.shape
     sizes = {"E": num_experts, "K": top_k, "D": size, "I": intermediate}
     active = hidden.new_empty(num_tokens * top_k, intermediate)
-    block_i, block_d = 8, min(triton.next_power_of_2(size), 512)
+    block_i, block_d = 4, min(triton.next_power_of_2(size), 1024)
     pair_gate_up_kernel[(triton.cdiv(intermediate, block_i), num_tokens * top_k)](
         hidden,
         indices,
@@ -414,7 +416,8 @@ def _launch_by_tile(
     num_experts, size, intermediate = down.shape
     num_pairs = num_tokens * top_k
     element_bytes = hidden.element_size()
-    first, second = choose_tiles(num_pairs / num_experts, element_bytes, _shared_limit(hidden.device))
+    capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0)
+    first, second = choose_tiles(num_pairs / num_experts, element_bytes, capability)
     num_tiles = num_pairs // first.rows + num_experts
     precision = "ieee" if element_bytes == 4 else "tf32"
     order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
@@ -480,7 +483,10 @@ def _launch_by_tile(
 
 
 def compile_cases() -> list[tuple]:
-    """(name, kernel, signature, constexprs, options) of every kernel and tile in bf16 at the sizes of V2-Lite and V3."""
+    """(name, kernel, signature, constexprs, options) of every kernel and tile in bf16, for V2-Lite and V3.
+
+    `attrs` say what launches find: pointers and strides are multiples of 16. Each GPU has its own tiles.
+    """
     types = {
         **dict.fromkeys(("hidden", "gate_up", "down", "active", "outputs", "out"), "*bf16"),
         **{"weights": "*fp32", "indices": "*i64", "order": "*i32", "tiles": "*i32"},
@@ -488,22 +494,34 @@ def compile_cases() -> list[tuple]:
     }
     cases = []
 
-    def add(name: str, kernel: triton.JITFunction, constants: dict, warps: int, stages: int = 3) -> None:
-        signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
-        cases.append((name, kernel, signature, constants, {"num_warps": warps, "num_stages": stages}))
+    def add(name: str, kernel: triton.JITFunction, constants: dict, **options: object) -> None:
+        arguments = kernel.arg_names
+        aligned = [name for name in arguments if types.get(name, "")[:1] == "*" or name.endswith("_stride")]
+        options["attrs"] = {(arguments.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        signature = {argument: types.get(argument, "constexpr") for argument in arguments}
+        constants = {name: value for name, value in constants.items() if name in arguments}
+        cases.append((name, kernel, signature, constants, options))
 
     for model, experts, top_k, size, intermediate in (("v2-lite", 64, 6, 2048, 1408), ("v3", 256, 8, 7168, 2048)):
         sizes = {"E": experts, "K": top_k, "D": size, "I": intermediate}
-        add(f"pair_gate_up-{model}", pair_gate_up_kernel, {**sizes, "BLOCK_I": 8, "BLOCK_D": 512}, 4)
-        add(f"pair_down-{model}", pair_down_kernel, {**sizes, "BLOCK_D": 4, "BLOCK_I": 2048}, 4)
-        add(f"combine-{model}", combine_kernel, {"E": experts, "K": top_k, "D": size, "BLOCK_D": 1024}, 4)
+        plain = {"num_warps": 4, "num_stages": 3}
+        add(f"pair_gate_up-{model}", pair_gate_up_kernel, {**sizes, "BLOCK_I": 4, "BLOCK_D": 1024}, **plain)
+        add(f"pair_down-{model}", pair_down_kernel, {**sizes, "BLOCK_D": 4, "BLOCK_I": 2048}, **plain)
+        add(f"combine-{model}", combine_kernel, {**sizes, "BLOCK_D": 1024}, **plain)
+        add(f"sort-{model}", sort_kernel, {**sizes, "BLOCK_M": 128, "BLOCK": 4096}, num_warps=8, num_stages=3)
         for rows in (8, 24, 64, 128):
-            first, second = choose_tiles(rows, 2, 163 * 1024)
-            add(f"sort-{model}-{rows}", sort_kernel, {"E": experts, "BLOCK_M": first.rows, "BLOCK": 4096}, 8)
-            for tile, kernel in ((first, tile_gate_up_kernel), (second, tile_down_kernel)):
-                constants = {"K": top_k, "D": size, "I": intermediate, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns}
-                constants |= {"BLOCK_K": tile.inner, "GROUP": 8, "PRECISION": "tf32"}
-                constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-                name = "tile_gate_up" if kernel is tile_gate_up_kernel else "tile_down"
-                add(f"{name}-{model}-{rows}", kernel, constants, tile.warps, tile.stages)
+            for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+                tiles = choose_tiles(rows, 2, capability)
+                for tile, stem, kernel in zip(
+                    tiles, ("tile_gate_up", "tile_down"), (tile_gate_up_kernel, tile_down_kernel), strict=True
+                ):
+                    blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.inner}
+                    add(
+                        f"{stem}-{model}-{rows}",
+                        kernel,
+                        {**sizes, **blocks, "GROUP": 8, "PRECISION": "tf32"},
+                        num_warps=tile.warps,
+                        num_stages=tile.stages,
+                        capability=10 * capability[0] + capability[1],
+                    )
     return cases

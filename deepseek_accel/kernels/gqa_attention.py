@@ -12,8 +12,6 @@ import triton.language as tl
 
 from deepseek_accel.kernels.combine import (
     LOG2_E,
-    SHARED_BYTES,
-    SMALLEST_SHARED_BYTES,
     Launch,
     LaunchOptions,
     attended_blocks,
@@ -21,6 +19,7 @@ from deepseek_accel.kernels.combine import (
     choose_splits,
     combine_launch,
     compile_case,
+    launch_options,
     mask_arguments,
     masked_scores,
     num_processors,
@@ -83,9 +82,12 @@ def gqa_attention_kernel(
     row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     total = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
+    # The page id of the next block is carried: loaded inside the block, it would cost the pipeline one of its buffers.
+    next_page = tl.load(table_row + first * BLOCK_KEYS // PAGE_SIZE, mask=first < last, other=0)
     for block in tl.range(first, last, num_stages=STAGES):
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table_row + (block + 1) * BLOCK_KEYS // PAGE_SIZE, mask=block + 1 < last, other=0)
         position = block * BLOCK_KEYS
-        page = tl.load(table_row + position // PAGE_SIZE).to(tl.int64)
         keys = position + offsets
         present = (keys >= start) & (keys < length)
         entries = storage + page * (PAGE_SIZE * WIDTH) + (position % PAGE_SIZE + offsets)[:, None] * WIDTH
@@ -107,21 +109,6 @@ def gqa_attention_kernel(
 
     out_offsets = batch * out_stride_b + position_in_queries * out_stride_s + head * out_stride_h
     store_rows(total, row_max, row_sum, out, out_offsets, lse, part_rows, value_columns, live, VALUE_DIM, SPLIT)
-
-
-def launch_options(
-    capability: tuple[int, int], num_rows: int, page_size: int, head_dim: int, value_dim: int, element_size: int
-) -> LaunchOptions:
-    """Block sizes, warps and stages for `num_rows` = S*H/G rows: the deepest pipeline that fits the shared memory."""
-    block_rows = 16 if element_size > 2 else min(padded(num_rows), 64)
-    entry_bytes = (padded(head_dim) + padded(value_dim)) * element_size
-    # Half of the shared memory: two blocks on a processor hide each other's waits.
-    room = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES) // 2 - block_rows * entry_bytes
-    for block_keys, num_stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)):
-        block_keys = min(block_keys, page_size)
-        if num_stages * block_keys * entry_bytes <= room:
-            break
-    return LaunchOptions(block_rows, block_keys, 4, num_stages)
 
 
 def plan(
@@ -148,8 +135,8 @@ def plan(
         capability or capability_of(storage.device),
         num_queries * group,
         page_size,
-        head_dim,
-        value_dim,
+        padded(head_dim) + padded(value_dim),
+        padded(value_dim),
         storage.element_size(),
     )
     programs = triton.cdiv(num_queries * group, options.block_rows) * num_kv_heads

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from deepseek_accel.kernels.combine import (
     LOG2_E,
-    SHARED_BYTES,
-    SMALLEST_SHARED_BYTES,
     Launch,
     LaunchOptions,
     attended_blocks,
@@ -21,6 +19,7 @@ from deepseek_accel.kernels.combine import (
     choose_splits,
     combine_launch,
     compile_case,
+    launch_options,
     mask_arguments,
     masked_scores,
     num_processors,
@@ -82,12 +81,17 @@ def mla_attention_kernel(
     row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     total = tl.zeros((BLOCK_ROWS, BLOCK_RANK), tl.float32)
+    # The page id of the next block is carried: loaded inside the block, it would cost the pipeline one of its buffers.
+    next_page = tl.load(table_row + first * BLOCK_KEYS // PAGE_SIZE, mask=first < last, other=0)
     for block in tl.range(first, last, num_stages=STAGES):
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table_row + (block + 1) * BLOCK_KEYS // PAGE_SIZE, mask=block + 1 < last, other=0)
         position = block * BLOCK_KEYS
-        page = tl.load(table_row + position // PAGE_SIZE).to(tl.int64)
         keys = position + offsets
         present = (keys >= start) & (keys < length)
-        entries = storage + page * (PAGE_SIZE * (RANK + ROPE)) + (position % PAGE_SIZE + offsets)[:, None] * (RANK + ROPE)
+        entries = (
+            storage + page * (PAGE_SIZE * (RANK + ROPE)) + (position % PAGE_SIZE + offsets)[:, None] * (RANK + ROPE)
+        )
         latent_present = present[:, None]
         if BLOCK_RANK != RANK:
             latent_present = latent_present & (columns < RANK)[None, :]
@@ -107,20 +111,6 @@ def mla_attention_kernel(
 
     out_offsets = batch * out_stride_b + query * out_stride_s + head * out_stride_h
     store_rows(total, row_max, row_sum, out, out_offsets, lse, part_rows, columns, live, RANK, SPLIT)
-
-
-def launch_options(
-    capability: tuple[int, int], num_rows: int, page_size: int, rank: int, rope: int, element_size: int
-) -> LaunchOptions:
-    """Block sizes, warps and stages for `num_rows` = S*H rows: the deepest pipeline that fits the shared memory."""
-    block_rows = 16 if element_size > 2 else min(max(padded(num_rows), 16), 64)
-    entry_bytes = (padded(rank) + padded(rope)) * element_size
-    room = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES) - block_rows * entry_bytes
-    for block_keys, num_stages in ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)):
-        block_keys = min(block_keys, page_size)
-        if num_stages * block_keys * entry_bytes <= room:
-            break
-    return LaunchOptions(block_rows, block_keys, 4 if block_rows == 16 else 8, num_stages)
 
 
 def plan(
@@ -145,7 +135,12 @@ def plan(
     page_size, rope = storage.shape[1], q_rope.shape[3]
     num_rows = num_queries * heads
     options = options or launch_options(
-        capability or capability_of(storage.device), num_rows, page_size, latent_rank, rope, storage.element_size()
+        capability or capability_of(storage.device),
+        num_rows,
+        page_size,
+        padded(latent_rank) + padded(rope),
+        padded(latent_rank),
+        storage.element_size(),
     )
     row_blocks = triton.cdiv(num_rows, options.block_rows)
     if num_splits is None:

@@ -1,7 +1,7 @@
 """The DeepSeek routers after their logits: one launch, one program of one warp per token.
 
-A score and its id are packed into one sortable int64, so that one maximum gives the best score and, of equal scores, the
-lowest id. NaN sorts above all numbers, as in torch; ids stay distinct and in range whatever the logits are.
+A score and its id are packed into one sortable int64, so that one maximum gives the best score and, of equal scores,
+the lowest id. NaN sorts above all numbers, as in torch; ids stay distinct and in range whatever the logits are.
 """
 
 import contextlib
@@ -32,6 +32,14 @@ def _unpack_value(packed):
     ordered = (packed >> 32).to(tl.int32)
     bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _score(logit, largest, total, SOFTMAX: tl.constexpr):
+    if SOFTMAX:
+        return tl.exp(logit - largest) / total
+    else:
+        return 1.0 / (1.0 + tl.exp(-logit))
 
 
 @triton.jit
@@ -66,11 +74,8 @@ def route_kernel(
     total = 1.0
     if SOFTMAX:
         largest = tl.max(tl.max(logit, 1), 0)
-        power = tl.exp(logit - largest)
-        total = tl.sum(tl.sum(power, 1), 0)
-        choice = power / total
-    else:
-        choice = 1.0 / (1.0 + tl.exp(-logit))
+        total = tl.sum(tl.sum(tl.exp(logit - largest), 1), 0)
+    choice = _score(logit, largest, total, SOFTMAX)
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
     rank = E - 1 - tl.where(exists, expert, 0)
@@ -81,7 +86,9 @@ def route_kernel(
         group_score = _unpack_value(best)
         if TOP2:
             group_score += _unpack_value(tl.max(tl.where(packed == best[:, None], REMOVED, packed), 1))
-        packed_group = tl.where(group < GROUPS, _pack(group_score, GROUPS - 1 - tl.where(group < GROUPS, group, 0)), REMOVED)
+        packed_group = tl.where(
+            group < GROUPS, _pack(group_score, GROUPS - 1 - tl.where(group < GROUPS, group, 0)), REMOVED
+        )
         chosen = group < 0
         for _ in tl.static_range(TOPK_GROUPS):
             first = packed_group == tl.max(packed_group, 0)
@@ -97,10 +104,7 @@ def route_kernel(
         packed = tl.where(packed == first, REMOVED, packed)
 
     logit = tl.load(row + ids).to(tl.float32)
-    if SOFTMAX:
-        weight = tl.exp(logit - largest) / total
-    else:
-        weight = 1.0 / (1.0 + tl.exp(-logit))
+    weight = _score(logit, largest, total, SOFTMAX)
     if NORMALIZE:
         weight = weight / (tl.sum(tl.where(slot < K, weight, 0.0), 0) + 1e-20)
     tl.store(weights + token * K + slot, weight * scale, mask=slot < K)

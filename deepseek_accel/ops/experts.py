@@ -1,5 +1,7 @@
 """The routed experts of a DeepSeek layer: for each token the weighted sum of its chosen experts' gated MLPs."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -15,10 +17,6 @@ CASES = [
     (70, 160, 6, 32, 16),  # V2's count of experts, no power of two; some experts idle between busy ones
     (150, 2, 1, 16, 48),  # several tiles per expert
 ]
-
-
-def _valid(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
-    return (indices >= 0) & (indices < num_experts)
 
 
 def _check(
@@ -123,7 +121,7 @@ def grouped_experts(
         runs = [F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)]
     else:
         runs = []
-        for expert, (begin, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        for expert, (begin, stop) in enumerate(itertools.pairwise(edges)):
             if begin < stop:
                 gate, up = F.linear(rows[begin - first : stop - first], gate_up[expert]).chunk(2, dim=-1)
                 runs.append(F.linear(F.silu(gate) * up, down[expert]))
@@ -131,20 +129,22 @@ def grouped_experts(
     if len(kept) < num_pairs:  # dropped pairs: a row of zeros each, before and after the others, and no weight
         runs.insert(0, hidden.new_zeros(first, hidden.shape[1]))
         runs.append(hidden.new_zeros(num_pairs - end, hidden.shape[1]))
-        weights = weights.masked_fill(~_valid(indices, num_experts), 0.0)
+        weights = weights.masked_fill((indices < 0) | (indices >= num_experts), 0.0)
     outputs = torch.cat(runs) if len(runs) > 1 else runs[0]
     place = torch.empty_like(order).scatter_(0, order, torch.arange(num_pairs, device=order.device))
-    if outputs.dtype == weights.dtype == torch.float32:
-        return F.embedding_bag(place.view(num_tokens, top_k), outputs, mode="sum", per_sample_weights=weights)
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    by_token = outputs[place].view(num_tokens, top_k, -1)
-    return (by_token * weights.to(wide).unsqueeze(-1)).sum(1).to(hidden.dtype)
+    total = F.embedding_bag(
+        place.view(num_tokens, top_k), outputs.to(wide), mode="sum", per_sample_weights=weights.to(wide)
+    )
+    return total.to(hidden.dtype)
 
 
 def fused_experts(
     hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """sum over k of weights[t, k] * down[e] @ (silu(gate) * up), e = indices[t, k], (gate, up) = gate_up[e] @ hidden[t].
+    """For each token t the sum over k of weights[t, k] * down[e] @ (silu(gate) * up), e = indices[t, k].
+
+    gate and up are the first and the last I of gate_up[e] @ hidden[t].
 
     hidden [T, D]; indices [T, K] of any integer dtype; weights [T, K] of any floating dtype; gate_up [E, 2I, D], first
     the I rows of gate, then those of up; down [E, D, I], in hidden's dtype, any strides but unit last stride. Returns

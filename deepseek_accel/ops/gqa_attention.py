@@ -147,7 +147,9 @@ CASES = [
 ]
 
 
-def case_inputs(case: GroupedCase, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Any]:
+def case_inputs(
+    case: GroupedCase, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+) -> dict[str, Any]:
     """Keyword arguments of `paged_gqa_attention` for a case. Everything that must not matter is poison."""
     generator = torch.Generator().manual_seed(seed)
     batch, width = len(case.lengths), case.kv_heads * (case.head_dim + case.value_dim)
@@ -157,7 +159,9 @@ def case_inputs(case: GroupedCase, dtype: torch.dtype, device: str | torch.devic
 
     # A query as the model has it: the transpose of [B, H, S, D], cut from a wider projection.
     query = normal(batch, case.heads, case.queries, case.head_dim + 8).transpose(1, 2)[..., : case.head_dim]
-    storage, block_table = scatter_pages(normal(batch, max(case.lengths), width), case.lengths, case.page_size, seed, case.starts)
+    storage, block_table = scatter_pages(
+        normal(batch, max(case.lengths), width), case.lengths, case.page_size, seed, case.starts
+    )
     return {
         "query": query,
         "storage": storage,

@@ -322,7 +322,9 @@ CASES = [
 ]
 
 
-def case_inputs(case: LatentCase, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Any]:
+def case_inputs(
+    case: LatentCase, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
+) -> dict[str, Any]:
     """Keyword arguments of `latent_attention` for a case. Everything that must not matter is poison: see `scatter_pages`."""
     generator = torch.Generator().manual_seed(seed)
     batch, width = len(case.lengths), case.rank + case.rope
@@ -332,7 +334,9 @@ def case_inputs(case: LatentCase, dtype: torch.dtype, device: str | torch.device
 
     # Queries that are slices of one projection, as in the model: strides of neither a contiguous nor a permuted tensor.
     query = normal(batch, case.queries, case.heads, width + 8)
-    storage, block_table = scatter_pages(normal(batch, max(case.lengths), width), case.lengths, case.page_size, seed, case.starts)
+    storage, block_table = scatter_pages(
+        normal(batch, max(case.lengths), width), case.lengths, case.page_size, seed, case.starts
+    )
     return {
         "q_latent": query[..., : case.rank],
         "q_rope": query[..., case.rank : width],

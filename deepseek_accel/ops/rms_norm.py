@@ -26,8 +26,8 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dim, times weight.
 
-    x [..., D] of any floating dtype, rows of any stride; weight [D]. The result [..., D] has the dtype to which those of
-    x and weight promote. Normalises in fp32 and rounds to x's dtype before the weight is applied. Equal to
+    x [..., D] of any floating dtype, rows of any stride; weight [D]. The result [..., D] has the dtype to which those
+    of x and weight promote. Normalises in fp32 and rounds to x's dtype before the weight is applied. Equal to
     DeepseekV2RMSNorm and DeepseekV3RMSNorm of transformers 5.24 bit for bit on CPU, within rounding of the mean on GPU.
     The Triton kernel has no backward: where a gradient is wanted, torch is used.
     Raises ValueError if weight is not [D].

@@ -55,7 +55,7 @@ def _check(
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of the `count` largest in the last dim, best first; of equals the lower id first (torch.topk leaves it open)."""
+    """Ids of the `count` largest of the last dim, in order; of equals the lower first, which torch.topk leaves open."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -111,8 +111,8 @@ def route(
               topk_groups groups may be chosen, however negative their scores. None: no groups.
     weights = scores at the chosen ids, divided by (their sum + 1e-20) if `normalize`, times `scale`
 
-    Source: DeepseekV2TopkRouter and DeepseekV3TopkRouter of transformers 5.24. V2 fills other groups with 0 there, which
-    chooses the same because a softmax is positive; where it underflows to 0, ids of the chosen groups are taken here.
+    Source: DeepseekV2TopkRouter and DeepseekV3TopkRouter of transformers 5.24. V2 fills other groups with 0, which
+    chooses the same because a softmax is positive; where it underflows to 0, ids of chosen groups are taken here.
     The Triton kernel has no backward: where a gradient is wanted, torch is used.
     Raises ValueError if the numbers do not fit together.
     """

@@ -265,6 +265,9 @@ class Attention(Pass):
     """Absorbed latent attention for decoding, grouped-query attention from pages, stock attention for the rest."""
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
+        if (reason := family.why_no_attention()) is not None:
+            yield Skip(family.model_type, reason)
+            return
         for attention in family.attentions(model):
             where = f"layers.{attention.layer_idx}.self_attn"
             config = attention.config

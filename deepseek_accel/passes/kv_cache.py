@@ -14,19 +14,12 @@ from torch import nn
 from ..cache.pages import check_page_options
 from ..families.base import Family
 from ..plan import Context, Edit, Note, Skip
+from ..versions import cache_argument
 from .base import Pass
 
 # How many of the tokens still to come a call reserves memory for at once. Reserving all of `max_length` would take
 # memory that most calls never use; the pool grows by half when this runs out.
 RESERVED_NEW_TOKENS = 256
-
-
-def cache_argument() -> str:
-    """What the installed transformers calls the cache: `cache` from 5.24 on, `past_key_values` before."""
-    import transformers
-
-    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
-    return "cache" if (major, minor) >= (5, 24) else "past_key_values"
 
 
 def prepare_cache(

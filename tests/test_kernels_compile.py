@@ -1,0 +1,74 @@
+"""Every kernel compiles, without a GPU, for the GPUs we support, fits their shared memory and hardly spills.
+
+A kernel module offers `compile_cases()`: tuples (name, kernel, signature, constexprs, options). Options are the
+compiler's `num_warps` and `num_stages`, and optionally `attrs` (argument properties), `capability` (the one GPU the case
+is laid out for; else all of `SHARED_BYTES`) and `max_spill_bytes` (else `MAX_SPILL_BYTES`).
+"""
+
+import functools
+import importlib
+import pkgutil
+import re
+import subprocess
+
+import pytest
+
+import deepseek_accel.kernels
+
+triton = pytest.importorskip("triton")
+
+# Shared memory of a block on A100, L4 / RTX 4090, H100 / H200, B200.
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+# Per thread. The attention kernels hold an accumulator of 64 x 512 in 256 threads: half of all registers.
+MAX_SPILL_BYTES = 512
+
+ATTENTION_KERNELS = [
+    ("combine", "combine_kernel"),
+    ("gqa_attention", "gqa_attention_kernel"),
+    ("mla_attention", "mla_attention_kernel"),
+]
+# Kernels that must be among the discovered cases, so that none silently loses its cases.
+KERNELS = [*ATTENTION_KERNELS]
+
+
+@functools.cache
+def discovered_cases():
+    cases = []
+    for module_info in pkgutil.iter_modules(deepseek_accel.kernels.__path__):
+        module = importlib.import_module(f"deepseek_accel.kernels.{module_info.name}")
+        for name, kernel, signature, constexprs, options in getattr(module, "compile_cases", list)():
+            options = dict(options)
+            only = options.pop("capability", None)
+            for capability in SHARED_BYTES if only is None else [only]:
+                cases.append((f"{name} sm_{capability}", capability, kernel, signature, constexprs, options))
+    return cases
+
+
+def spill_bytes(cubin, path):
+    """The stack frame per thread, by the cuobjdump in Triton's package: what does not fit into registers."""
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", usage))
+
+
+@pytest.mark.parametrize("module, kernel", KERNELS)
+def test_kernel_has_cases(module, kernel):
+    function = getattr(importlib.import_module(f"deepseek_accel.kernels.{module}"), kernel)
+    assert {case[1] for case in discovered_cases() if case[2] is function} >= {80, 90, 100}
+
+
+@pytest.mark.parametrize("case", discovered_cases(), ids=lambda case: case[0].replace(" ", "-"))
+def test_kernel_compiles(case, tmp_path):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    _, capability, kernel, signature, constexprs, options = case
+    limit = options.get("max_spill_bytes", MAX_SPILL_BYTES)
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs, options.get("attrs")),
+        target=GPUTarget("cuda", capability, 32),
+        options={name: value for name, value in options.items() if name.startswith("num_")},
+    )
+    assert compiled.metadata.shared <= SHARED_BYTES[capability]
+    assert spill_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin") <= limit

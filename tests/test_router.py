@@ -1,0 +1,270 @@
+"""Routing: the reference against a definition in plain Python and Hugging Face, the kernel in Triton's interpreter."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreter import interpret
+
+from deepseek_accel.ops.router import CASES, route, route_reference
+
+
+def make(case, seed=0, bias_std=0.05):
+    num_tokens, num_experts, top_k, num_groups, topk_groups, scoring, group_score, normalize, scale = case
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    bias = torch.randn(num_experts, generator=generator) * bias_std if scoring == "sigmoid" else None
+    options = {
+        "num_groups": num_groups,
+        "topk_groups": topk_groups,
+        "scoring": scoring,
+        "group_score": group_score,
+        "normalize": normalize,
+        "scale": scale,
+    }
+    return logits, bias, top_k, options
+
+
+def by_formula(logits, bias, top_k, *, num_groups, topk_groups, scoring, group_score, normalize, scale):
+    """One token at a time in Python floats."""
+    all_weights, all_ids = [], []
+    for row in logits.tolist():
+        if scoring == "softmax":
+            powers = [math.exp(value - max(row)) for value in row]
+            scores = [power / sum(powers) for power in powers]
+        else:
+            scores = [1 / (1 + math.exp(-value)) for value in row]
+        choice = (
+            [score + added for score, added in zip(scores, bias.tolist(), strict=True)] if bias is not None else scores
+        )
+        allowed = range(len(row))
+        if group_score is not None:
+            size = len(row) // num_groups
+            best = [sorted(choice[g * size : (g + 1) * size], reverse=True) for g in range(num_groups)]
+            value = [sum(group[:2]) if group_score == "top2" else group[0] for group in best]
+            groups = sorted(range(num_groups), key=lambda g: (-value[g], g))[:topk_groups]
+            allowed = [expert for expert in allowed if expert // size in groups]
+        ids = sorted(allowed, key=lambda expert: (-choice[expert], expert))[:top_k]
+        weights = [scores[expert] for expert in ids]
+        if normalize:
+            weights = [weight / (sum(weights) + 1e-20) for weight in weights]
+        all_weights.append([weight * scale for weight in weights])
+        all_ids.append(ids)
+    shape = (len(logits), top_k)
+    return torch.tensor(all_weights).double().view(shape), torch.tensor(all_ids, dtype=torch.int64).view(shape)
+
+
+def by_id(weights, indices):
+    """As a pair sorted by id: the order of the choices does not matter to anyone."""
+    order = indices.argsort(-1)
+    return weights.gather(-1, order), indices.gather(-1, order)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_is_the_formula(case):
+    logits, bias, top_k, options = make(case)
+    weights, indices = route_reference(logits, bias, top_k, **options)
+    expected_weights, expected_indices = by_formula(logits, bias, top_k, **options)
+    assert weights.dtype == torch.float32 and indices.dtype == torch.int64
+    assert torch.equal(indices, expected_indices)
+    torch.testing.assert_close(weights.double(), expected_weights, rtol=1e-5, atol=1e-7)
+
+
+def v3_router(**changes):
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    options = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "hidden_size": 64}
+    router = DeepseekV3TopkRouter(DeepseekV3Config(**{**options, "routed_scaling_factor": 2.5, **changes}))
+    with torch.no_grad():
+        router.weight.normal_(0, 0.1)
+        router.e_score_correction_bias.normal_(0, 0.05)
+    return router
+
+
+def ours_of_v3(router, logits):
+    return route(
+        logits,
+        router.e_score_correction_bias,
+        router.top_k,
+        num_groups=router.num_group,
+        topk_groups=router.topk_group,
+        normalize=router.norm_topk_prob,
+        scale=router.routed_scaling_factor,
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_equals_hugging_face_v3(normalize, scale):  # E03, E05
+    torch.manual_seed(1)
+    router = v3_router(norm_topk_prob=normalize, routed_scaling_factor=scale)
+    logits, weights, indices = router(torch.randn(64, 64))
+    ours, expected = by_id(*ours_of_v3(router, logits)), by_id(weights, indices)
+    assert torch.equal(ours[1], expected[1])
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-6, atol=0)
+
+
+@torch.no_grad()
+def test_negative_bias_stays_in_the_chosen_groups():  # E01
+    torch.manual_seed(1)
+    router = v3_router()
+    router.e_score_correction_bias.fill_(-2.0)
+    logits, weights, indices = router(torch.randn(64, 64))
+    ours = by_id(*ours_of_v3(router, logits))
+    assert all(len(row.unique()) <= 2 for row in ours[1] // 4)
+    best = (logits.sigmoid() - 2).view(64, 4, 4).topk(2).values.sum(-1).topk(2).indices
+    assert (ours[1].unsqueeze(-1) // 4 == best.unsqueeze(1)).any(-1).all()
+    assert torch.equal(ours[1], by_id(weights, indices)[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [1.0, 16.0])
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
+def test_equals_hugging_face_v2(method, scale):
+    from transformers import DeepseekV2Config
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+
+    torch.manual_seed(1)
+    config = DeepseekV2Config(
+        n_routed_experts=160,
+        num_experts_per_tok=6,
+        n_group=8,
+        topk_group=3,
+        hidden_size=64,
+        topk_method=method,
+        routed_scaling_factor=scale,
+    )
+    router = DeepseekV2TopkRouter(config)
+    router.weight.normal_(0, 0.1)
+    logits, weights, indices = router(torch.randn(64, 64))
+    ours = route(
+        logits,
+        None,
+        6,
+        num_groups=8,
+        topk_groups=3,
+        scoring="softmax",
+        group_score="max" if method == "group_limited_greedy" else None,
+        normalize=False,
+        scale=scale,
+    )
+    ours, expected = by_id(*ours), by_id(weights, indices)
+    assert torch.equal(ours[1], expected[1])
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-6, atol=0)
+
+
+def test_bias_keeps_fp32_resolution():  # E07
+    bias = 8 + 0.01 * torch.arange(16)
+    weights, indices = route(torch.zeros(3, 16), bias, 4, group_score=None, normalize=True, scale=1.0)
+    assert indices.tolist() == [[15, 14, 13, 12]] * 3
+    assert torch.equal(weights, torch.full((3, 4), 0.25))
+
+
+def test_ties_go_to_the_lower_id():
+    _, indices = route(torch.zeros(2, 16), None, 4, num_groups=4, topk_groups=2, normalize=True, scale=1.0)
+    assert indices.tolist() == [[0, 1, 2, 3]] * 2
+    underflow = torch.zeros(1, 16)
+    underflow[0, 5] = 500.0  # every other softmax is 0
+    options = {"scoring": "softmax", "group_score": "max", "normalize": False, "scale": 1.0}
+    _, indices = route(underflow, None, 4, num_groups=4, topk_groups=1, **options)
+    assert indices.tolist() == [[5, 4, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    "top_k, options, message",
+    [
+        (0, {}, "top_k"),
+        (17, {}, "top_k"),
+        (9, {"num_groups": 4, "topk_groups": 2}, "top_k"),
+        (2, {"num_groups": 3}, "fit"),
+        (2, {"num_groups": 4, "topk_groups": 5}, "fit"),
+        (2, {"num_groups": 16, "topk_groups": 8}, "top2"),
+        (2, {"scoring": "tanh"}, "scoring"),
+        (2, {"group_score": "mean"}, "group_score"),
+    ],
+)
+def test_numbers_that_do_not_fit(top_k, options, message):
+    with pytest.raises(ValueError, match=message):
+        route(torch.zeros(2, 16), None, top_k, normalize=True, scale=1.0, **options)
+    with pytest.raises(ValueError, match="bias"):
+        route(torch.zeros(2, 16), torch.zeros(4), 2, normalize=True, scale=1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_invariants(data):
+    num_groups = data.draw(st.integers(1, 6))
+    size = data.draw(st.integers(2, 7))
+    topk_groups = data.draw(st.integers(1, num_groups))
+    top_k = data.draw(st.integers(1, topk_groups * size))
+    scoring = data.draw(st.sampled_from(["sigmoid", "softmax"]))
+    group_score = data.draw(st.sampled_from(["top2", "max"]))
+    normalize = data.draw(st.booleans())
+    shift = data.draw(st.sampled_from([-2.0, 0.0, 3.0]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    num_experts = num_groups * size
+    # Coarse logits make ties common.
+    logits = torch.randint(-4, 5, (7, num_experts), generator=generator) / 2
+    bias = torch.randint(-2, 3, (num_experts,), generator=generator) / 4 + shift
+    weights, indices = route(
+        logits,
+        bias,
+        top_k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        scoring=scoring,
+        group_score=group_score,
+        normalize=normalize,
+        scale=2.5,
+    )
+    assert ((indices >= 0) & (indices < num_experts)).all()
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    for row, chosen, weight in zip(scores, indices, weights, strict=True):
+        assert len(chosen.unique()) == top_k
+        assert len((chosen // size).unique()) <= topk_groups
+        if normalize:
+            assert weight.sum().item() == pytest.approx(2.5, rel=1e-5)
+        else:
+            torch.testing.assert_close(weight, row[chosen] * 2.5)
+        choice = row + bias
+        ranked = [(-choice[expert].item(), expert) for expert in chosen.tolist()]
+        assert ranked == sorted(ranked)
+
+
+def interpreted() -> dict[str, bool]:
+    """For each case whether the kernel is right. To be run in Triton's interpreter; new tensors hold NaN there."""
+    from deepseek_accel.kernels.router import launch
+
+    results = {}
+
+    def compare(name, logits, bias, top_k, options):
+        weights, indices = launch(logits, bias, top_k, **options)
+        expected_weights, expected_indices = route_reference(logits, bias, top_k, **options)
+        close = torch.allclose(weights, expected_weights, rtol=1e-5, atol=1e-7, equal_nan=True)
+        results[name] = close and torch.equal(indices, expected_indices) and weights.dtype == torch.float32
+
+    for case in CASES:
+        compare(str(case), *make(case))
+    logits, _, top_k, options = make(CASES[2])
+    compare("E01", logits, torch.full((16,), -2.0), top_k, options)
+    compare("E07", torch.zeros(2, 16), 8 + 0.01 * torch.arange(16), 4, options)
+    compare("ties", torch.zeros(2, 16), None, top_k, options)
+    compare("ties-of-signed-zeros", torch.zeros(1, 16), torch.tensor([-0.5, -0.5] * 8), top_k, options)
+    compare("strided", torch.cat([logits, logits], 1)[:, 8:24], None, top_k, options)
+    compare("transposed", logits.t().contiguous().t(), None, top_k, options)
+    logits[3] = float("nan")
+    logits[5, 2] = float("nan")
+    logits[6, 3] = float("inf")
+    logits[7] = float("-inf")
+    compare("nan", logits, None, top_k, options)
+    return results
+
+
+def test_kernel_in_the_interpreter():
+    results = interpret(interpreted)
+    assert len(results) == len(CASES) + 7
+    assert [name for name, right in results.items() if not right] == []
