@@ -66,7 +66,7 @@ class OptimizeConfig:
             if name not in passes.PASSES:
                 raise unknown("pass", name, (*passes.PASSES, "allow_skips"))
             if not isinstance(fields, Mapping):
-                raise PlanError(f"the options of {name!r} must be a mapping, got {fields!r}; write {{}} for the defaults")
+                raise PlanError(f"the options of {name!r} must be a mapping ({{}} for the defaults), got {fields!r}")
             pass_class = passes.load(name)
             allowed = [f.name for f in dataclasses.fields(pass_class)]
             for field in fields:
@@ -91,7 +91,7 @@ class OptimizeConfig:
         return cls.from_dict(options)
 
     @classmethod
-    def of(cls, config: OptimizeConfig | Mapping[str, Any] | Iterable[Pass] | None) -> OptimizeConfig:
+    def of(cls, config: Any) -> OptimizeConfig:
         """Whatever `optimize` accepts as its config."""
         if config is None:
             return cls.lossless()
@@ -101,7 +101,7 @@ class OptimizeConfig:
             return cls.from_dict(config)
         if isinstance(config, Pass):
             return cls((config,))
-        if isinstance(config, Iterable) and not isinstance(config, (str, bytes)):
+        if isinstance(config, Iterable) and not isinstance(config, str):
             return cls(tuple(config))
         raise PlanError(
             f"config must be an OptimizeConfig, a sequence of passes, a mapping or None, got {type(config).__name__}"

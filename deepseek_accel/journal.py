@@ -52,7 +52,10 @@ class Journal:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put every value back, the same objects. Raises RestoreError, having changed nothing, if someone else wrote since."""
+        """Put every value back, the same objects.
+
+        Raises RestoreError, having changed nothing, if someone else wrote to one of the slots since.
+        """
         slots: dict[tuple[int, str], str] = {}
         newest = {(id(owner), name): (owner, name, value) for owner, name, _, value in self._writes}
         for owner, name, value in newest.values():

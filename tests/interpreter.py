@@ -17,7 +17,7 @@ from deepseek_accel.ops.choice import triton_missing
 
 
 def interpret(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)`, with the interpreter. The function is found by name: it must be at a module's top level."""
+    """`function(*arguments)` in the interpreter. Functions are found by name: they must be at a module's top level."""
     if reason := triton_missing():
         pytest.skip(reason)
     return _interpreter().submit(function, *arguments).result(timeout=300)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PASS = '''
+PASS = """
 from dataclasses import dataclass
 from ..plan import Edit
 from .base import Pass
@@ -19,16 +19,16 @@ class Tag(Pass):
         yield Edit(model, "tag", lambda: self.text, "model")
 
 PASS = Tag
-'''
-FAMILY = '''
+"""
+FAMILY = """
 from .deepseek_v3 import DeepseekV3
 
 class MyFamily(DeepseekV3):
     modeling_module = "transformers.models.deepseek_v3.modeling_deepseek_v3"
 
 FAMILY = MyFamily("my_family", attention="mla")
-'''
-RUN = '''
+"""
+RUN = """
 from deepseek_accel import OptimizeConfig, optimize, restore
 from deepseek_accel.testing import picture, tiny_model
 model = tiny_model("deepseek_v3")
@@ -39,7 +39,7 @@ assert model.tag == "x"
 restore(model)
 assert picture(model) == before
 print("ok")
-'''
+"""
 
 
 def test_one_file_and_one_line(tmp_path):

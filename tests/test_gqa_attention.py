@@ -1,4 +1,4 @@
-"""Grouped-query attention: the reference against the definition, the kernel (in Triton's interpreter) against the reference."""
+"""Grouped-query attention: reference against definition, kernel (in Triton's interpreter) against reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the design relies on in transformers, accelerate and torch. An upgrade that breaks one fails by the fact's name."""
+"""What the design relies on in transformers and accelerate. An upgrade that breaks one fails by the fact's name."""
 
 import copy
 import functools

@@ -1,7 +1,7 @@
 """Every kernel compiles, without a GPU, for the GPUs we support, fits their shared memory and hardly spills.
 
 A kernel module offers `compile_cases()`: tuples (name, kernel, signature, constexprs, options). Options are the
-compiler's `num_warps` and `num_stages`, and optionally `attrs` (argument properties), `capability` (the one GPU the case
+compiler's `num_warps` and `num_stages`, and optionally `attrs` (argument properties), `capability` (the one GPU a case
 is laid out for; else all of `SHARED_BYTES`) and `max_spill_bytes` (else `MAX_SPILL_BYTES`).
 """
 

@@ -1,4 +1,4 @@
-"""Latent attention: the reference against the definition, the kernel (in Triton's interpreter) against the reference."""
+"""Latent attention: reference against definition, kernel (in Triton's interpreter) against reference."""
 
 import pytest
 import torch
@@ -142,8 +142,9 @@ def test_dense_indices_choose_keys():
     latent, k_rope = rows_of(case, inputs)[:, None].split((case.rank, case.rope), -1)
     indices = torch.tensor([[[0, 5, -1], [19, 3, 4], [-1, -1, -1]], [[7, -1, -1], [19, 18, 17], [2, 2, 9]]])
     chosen = torch.zeros(2, 3, 20, dtype=torch.bool)
-    for b, s, t in [(b, s, t) for b in range(2) for s in range(3) for t in indices[b, s].tolist() if t >= 0]:
-        chosen[b, s, t] = True
+    for b, s, k in torch.cartesian_prod(*map(torch.arange, indices.shape)).tolist():
+        if indices[b, s, k] >= 0:
+            chosen[b, s, indices[b, s, k]] = True
     arguments = (inputs["q_latent"], inputs["q_rope"], latent, k_rope, inputs["scale"])
     actual = dense_latent_attention(*arguments, causal=True, indices=indices)
     torch.testing.assert_close(actual, dense_latent_attention(*arguments, mask=chosen[:, None], causal=True))

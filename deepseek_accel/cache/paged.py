@@ -20,6 +20,7 @@ from ..errors import PlanError, UnsupportedModelError
 from ..versions import crop_takes_length
 from .pages import PagePool, PageTable, check_page_options
 
+
 @dataclass(frozen=True)
 class Pages:
     """What a layer's `update` hands to our attention in place of gathered keys and values."""

@@ -10,6 +10,7 @@ import copy
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -161,6 +162,18 @@ def check_page_options(page_size: Any, max_pages: Any) -> None:
         raise PlanError(f"max_pages must be a positive integer or None, got {max_pages!r}")
 
 
+@dataclass
+class _Derived:
+    """What follows from a table, for its current version. Layers of one step share it."""
+
+    version: int = -1
+    block_table: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    first_page: int | None = None
+    slots: tuple[tuple[int, int], torch.Tensor] | None = None
+    lengths: tuple[int, torch.Tensor] | None = None
+    starts: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
 class PagePool:
     """The pages of all layers that share one table, on one device.
 
@@ -183,7 +196,7 @@ class PagePool:
         self.reserve_tokens = reserve_tokens
         self.storages: dict[int, torch.Tensor] = {}
         self._prepared: tuple[int, int] | None = None
-        self._forget()
+        self._derived = _Derived()
         table.start(num_rows)
 
     @property
@@ -252,61 +265,54 @@ class PagePool:
         """Move the storage of `layer` to a pool of its own with the same rows, and return that pool."""
         pool = copy.copy(self)
         pool.table, pool.storages, pool._prepared = copy.deepcopy(self.table), {layer: self.storages.pop(layer)}, None
-        pool._forget()
+        pool._derived = _Derived()
         return pool
 
     def block_table(self) -> torch.Tensor:
         """[B, W] int32 page ids on the device; entries past a row's last page repeat page 0 and are never read."""
-        if self._table_version != self.table.version:
-            width = max((len(row) for row in self.table.rows), default=0)
-            padded = [row + [0] * (width - len(row)) for row in self.table.rows]
-            self._block_table = torch.tensor(padded, dtype=torch.int32).reshape(-1, width).to(self.device)
-            row = self.table.rows[0] if self.num_rows == 1 else []
-            self._first_page = row[0] if row and row == list(range(row[0], row[0] + len(row))) else None
-            self._table_version = self.table.version
-            self._slots = None
-        return self._block_table
+        if self._derived.version != self.table.version:
+            rows = self.table.rows
+            width = max((len(row) for row in rows), default=0)
+            padded = [row + [0] * (width - len(row)) for row in rows]
+            block_table = torch.tensor(padded, dtype=torch.int32).reshape(-1, width).to(self.device)
+            single = rows[0] if len(rows) == 1 else []
+            consecutive = bool(single) and single == list(range(single[0], single[0] + len(single)))
+            self._derived = _Derived(self.table.version, block_table, single[0] if consecutive else None)
+        return self._derived.block_table
 
     def run(self, start: int, stop: int) -> slice | None:
         """The physical token range of [start, stop) if there is one row and its pages are consecutive, else None."""
         self.block_table()
-        if self._first_page is None:
+        if (first_page := self._derived.first_page) is None:
             return None
-        base = self._first_page * self.page_size - self.offset
+        base = first_page * self.page_size - self.offset
         return slice(base + start, base + stop)
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
         """[B * (stop - start)] int64 physical token indices, row by row."""
-        table = self.block_table()
-        if self._slots is None or self._slots[0] != (start, stop):
+        table, known = self.block_table(), self._derived.slots
+        if known is None or known[0] != (start, stop):
             position = torch.arange(start - self.offset, stop - self.offset, device=self.device)
             pages = table[:, position // self.page_size].long()
-            self._slots = ((start, stop), (pages * self.page_size + position % self.page_size).flatten())
-        return self._slots[1]
+            known = ((start, stop), (pages * self.page_size + position % self.page_size).flatten())
+            self._derived.slots = known
+        return known[1]
 
     def lengths(self, length: int) -> torch.Tensor:
         """[B] int32, all `length`."""
-        if self._lengths is None or self._lengths[0] != (length, self.num_rows):
-            full = torch.full((self.num_rows,), length, dtype=torch.int32, device=self.device)
-            self._lengths = ((length, self.num_rows), full)
-        return self._lengths[1]
+        if (known := self._derived.lengths) is None or known[0] != length:
+            known = (length, torch.full((self.num_rows,), length, dtype=torch.int32, device=self.device))
+            self._derived.lengths = known
+        return known[1]
 
     def first_visible(self, mask: torch.Tensor) -> torch.Tensor:
         """[B] int32: the first key any query of the row sees under `mask` [B, 1, S, T] (bool, or added to scores)."""
-        if self._starts is None or self._starts[0] is not mask:
+        if (known := self._derived.starts) is None or known[0] is not mask:
             visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
             starts = visible[:, 0].any(1).to(torch.uint8).argmax(-1).to(torch.int32)
-            self._starts = (mask, starts.expand(self.num_rows).contiguous())
-        return self._starts[1]
-
-    def _forget(self) -> None:
-        """Drop everything derived from the table."""
-        self._table_version = -1
-        self._block_table = torch.empty(0, 0, dtype=torch.int32)
-        self._first_page: int | None = None
-        self._slots: tuple[tuple[int, int], torch.Tensor] | None = None
-        self._lengths: tuple[tuple[int, int], torch.Tensor] | None = None
-        self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
+            known = (mask, starts.expand(self.num_rows).contiguous())
+            self._derived.starts = known
+        return known[1]
 
     def _reserved_pages(self) -> int:
         pages = self.num_rows * -(-self.reserve_tokens // self.page_size)

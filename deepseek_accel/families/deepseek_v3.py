@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, sigmoid router with a correction bias used for selection only."""
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, sigmoid router, its bias for selection only."""
 
 from typing import Any
 

@@ -23,7 +23,7 @@ SCRATCH_BYTES = 8 << 10  # for the weights of a block and for layout changes
 
 
 class LaunchOptions(NamedTuple):
-    """How a kernel is cut into programs. A program owns `block_rows` (query, head) pairs, reads `block_keys` at a time."""
+    """How a kernel is cut into programs. A program has `block_rows` (query, head) pairs, reads `block_keys` at once."""
 
     block_rows: int
     block_keys: int
@@ -84,7 +84,7 @@ def launch_options(
     """Block sizes, warps and stages for `num_rows` rows over entries of `key_width` (with what lies beside the key).
 
     One entry takes key_width * element_size bytes of shared memory. Small row blocks, which wait for memory, take half
-    of it, so that two programs on a processor hide each other's waits; large ones, which wait for the tensor cores, all.
+    of it, so that two programs on a processor hide each other's waits; large ones, waiting for the tensor cores, all.
     """
     shared = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
     block_rows = min(padded(num_rows), 16 if element_size > 2 else 32 if shared == SMALLEST_SHARED_BYTES else 64)
@@ -252,7 +252,7 @@ def mask_arguments(mask: torch.Tensor | None) -> dict[str, Any]:
 
 
 def compile_case(name: str, launch: Launch, capability: int) -> tuple[str, Any, dict, dict, dict]:
-    """A launch as the compiler's input: (name, kernel, signature, constexprs, options), as Triton itself specialises it.
+    """A launch as the compiler's input (name, kernel, signature, constexprs, options), specialised as Triton does.
 
     Tensors may be on the meta device. `capability` says for which GPU the launch was laid out (90 means 9.0).
     """

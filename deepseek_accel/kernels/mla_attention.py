@@ -1,6 +1,6 @@
 """Attention over a paged cache of latents, on a GPU: every head reads the same entry, as key and (its latent) as value.
 
-The contract is in `ops/mla_attention.py`. A program takes `BLOCK_ROWS` (query, head) pairs of one sequence and a part of
+The contract is in `ops/mla_attention.py`. A program takes `BLOCK_ROWS` (query, head) pairs of one sequence and part of
 its keys, so a page is read once per row block.
 """
 

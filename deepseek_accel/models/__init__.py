@@ -38,7 +38,7 @@ def load_tiny(name: str = TINY, *, dtype: Any = "auto", device: Any = None, **kw
     """(model, tokenizer) of a bundled model, through transformers' own `from_pretrained`, in eval mode.
 
     name: "deepseek-tiny" (DeepSeek-V3 architecture, 9.2 M parameters) or "deepseek-tiny-draft" (Llama, 0.65 M).
-    dtype: as in `from_pretrained`; "auto" is bf16, as stored. device: where to put the model; None leaves it on the CPU.
+    dtype: as in `from_pretrained`; "auto" is bf16, as stored. device: where to put the model; None is the CPU.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

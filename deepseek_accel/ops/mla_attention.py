@@ -123,7 +123,7 @@ def dense_latent_attention(
 ) -> Tensor:
     """`latent_attention` over contiguous latents [B, 1, T, C] and rope keys [B, 1, T, R], in plain torch: [B, S, H, C].
 
-    causal: query s sees keys t <= T - S + s. indices [B, S, K]: only these keys are visible (a sparse indexer's choice);
+    causal: query s sees keys t <= T - S + s. indices [B, S, K]: only these keys are visible (an indexer's choice);
     negative ones are ignored. All of causal, indices and mask [B, 1, S, T] must let a key through.
     """
     batch, num_queries, heads, rank = q_latent.shape
@@ -152,7 +152,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class KeySpans(NamedTuple):
-    """Where each row's keys begin and end, as numbers. Known on the CPU only: elsewhere asking would wait for the device."""
+    """Where each row's keys begin and end, as numbers. On the CPU only: elsewhere asking would wait for the device."""
 
     starts: list[int]
     lengths: list[int]
@@ -185,7 +185,7 @@ def gather_entries(
     starts: Tensor | None,
     spans: KeySpans | None,
 ) -> tuple[Tensor, int]:
-    """Copies the rows' pages into entries [B, T, width], 0 where a row has no key, and says which key is their first."""
+    """Copies the rows' pages into entries [B, T, width], 0 where a row has no key; also says which key is first."""
     page_size, width = storage.shape[1:]
     batch = block_table.shape[0]
     if spans is not None:
@@ -325,7 +325,7 @@ CASES = [
 def case_inputs(
     case: LatentCase, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0
 ) -> dict[str, Any]:
-    """Keyword arguments of `latent_attention` for a case. Everything that must not matter is poison: see `scatter_pages`."""
+    """Keyword arguments of `latent_attention` for a case. All that must not matter is poison: see `scatter_pages`."""
     generator = torch.Generator().manual_seed(seed)
     batch, width = len(case.lengths), case.rank + case.rope
 

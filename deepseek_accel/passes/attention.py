@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..families.base import Family
@@ -108,7 +109,8 @@ def attend_latents(
     """Multi-head latent attention: absorbed where that reads and computes less, else expanded as Hugging Face does."""
     paged = hasattr(key, "pool")
     num_keys = key.length if paged else key.shape[-2]
-    reason = why_stock(module, seam, query, num_keys, mask, dropout, kwargs) or why_expand(module, query, num_keys)
+    stock_reason = why_stock(module, seam, query, num_keys, mask, dropout, kwargs)
+    reason = stock_reason or why_expand(module, query, num_keys)
     indices = kwargs.get("indices")
     if reason is not None:
         seam.count(f"expanded ({reason})")
@@ -116,7 +118,14 @@ def attend_latents(
         if indices is not None:
             mask, kwargs = sparse_mask(mask, indices, query, num_keys), kwargs | {"indices": None}
         key, value = type(module).expand_kv(module, latent, k_rope)
-        return stock_attention(module, seam)(module, query, key, value, mask, scaling=scale, dropout=dropout, **kwargs)
+        width = value.shape[-1]
+        flash = seam.stock_implementation == "sdpa" and (mask is None or query.device.type == "cpu")
+        if flash and stock_reason is None:
+            # torch's flash kernels want values as wide as keys; zeros on the right change no other column
+            value = F.pad(value, (0, max(0, key.shape[-1] - width)))
+        attend = stock_attention(module, seam)
+        out, weights = attend(module, query, key, value, mask, scaling=scale, dropout=dropout, **kwargs)
+        return out[..., :width], weights
     seam.count("absorbed")
     w_uk, w_uv = absorbed_weights(module)
     q_nope, q_rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
@@ -219,7 +228,7 @@ def why_expand(module: Any, query: torch.Tensor, num_keys: int) -> str | None:
     s, t = query.shape[2], num_keys
     absorbed = s * c * (n + v) + s * t * (2 * c + r)
     expanded = t * c * (n + v) + s * t * (n + r + v)
-    return "cheaper" if expanded <= absorbed else None
+    return "prefill" if expanded <= absorbed else None
 
 
 def why_gather(query: torch.Tensor) -> str | None:
@@ -241,7 +250,7 @@ def stock_attention(module: Any, seam: Seam) -> Any:
 
 
 def absorbed_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """w_uk [H, N, C] and w_uv [H, V, C], views of kv_b_proj: its rows are, head by head, N key rows then V value rows."""
+    """w_uk [H, N, C] and w_uv [H, V, C], views of kv_b_proj, whose rows are N for keys then V for values, by head."""
     n, v = module.qk_nope_head_dim, module.v_head_dim
     w_uk, w_uv = module.kv_b_proj.weight.view(-1, n + v, module.kv_lora_rank).split([n, v], dim=1)
     return w_uk, w_uv

@@ -1,4 +1,4 @@
-"""Fuse what a decoder layer does between its matrix products. In this version: each RMSNorm is one launch, not seven."""
+"""Fuse what a decoder layer does between its matrix products. So far: each RMSNorm is one launch, not seven."""
 
 from __future__ import annotations
 
