@@ -1,0 +1,386 @@
+"""Whole models through `model.generate`: stock against optimized, in one process, on the same weights and prompts.
+
+TTFT is the time of one token, ITL that of one more: (time of N tokens - time of 1 token) / (N - 1), medians of repeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from .. import api, families
+from ..errors import AccelError
+from ..passes.kv_cache import KVCache, cache_argument
+from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
+from .environment import dtype_name, environment, resolve_device, resolve_dtype
+from .measure import copy_bandwidth, seconds
+from .shapes import Point, Subject, load, variants
+
+STOCK = "stock"
+OK, WRONG, ERROR, SKIPPED = "ok", "wrong", "error", "skipped"
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure; the arguments of `deepseek-accel bench generate`."""
+
+    model: str
+    points: tuple[Point, ...]
+    new_tokens: int = 64
+    dtype: str | None = None
+    device: str = "auto"
+    passes: str = "all"
+    ablate: bool = False
+    repeats: int = 3
+    skip_stock: bool = False
+    only_stock: bool = False
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 2:
+            raise AccelError(f"new_tokens must be at least 2 to time a step, got {self.new_tokens}")
+        if self.repeats < 1:
+            raise AccelError(f"repeats must be at least 1, got {self.repeats}")
+        if self.skip_stock and self.only_stock:
+            raise AccelError("skip_stock and only_stock leave nothing to measure; give one of them")
+
+    def configs(self) -> dict[str, Any]:
+        """Variant -> OptimizeConfig, None for stock."""
+        ours = {} if self.only_stock else variants(self.passes, ablate=self.ablate)
+        return ({} if self.skip_stock else {STOCK: None}) | ours
+
+
+@dataclass
+class Row:
+    """One variant at one point. What was not measured is None."""
+
+    model: str
+    dtype: str
+    batch: int
+    prompt_length: int
+    new_tokens: int
+    variant: str
+    status: str = OK
+    detail: str = ""
+    """What was checked, or why there is no time."""
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    tokens_per_second: float | None = None
+    """Of the decode: batch / ITL."""
+    ttft_ratio: float | None = None
+    itl_ratio: float | None = None
+    """Stock's time divided by this one: how many times faster."""
+    peak_bytes_above_weights: int | None = None
+    kv_bytes_per_token_and_layer: float | None = None
+    experts_per_step: float | None = None
+    """Distinct routed experts hit per decode step and mixture layer."""
+    floor_ms: float | None = None
+    """Bytes a decode step must read, at the device's copy bandwidth."""
+    percent_of_floor: float | None = None
+    """floor_ms / itl_ms."""
+    accuracy: dict[str, Any] | None = None
+    traceback: str | None = None
+
+    def fail(self, error: BaseException) -> None:
+        self.status, self.detail = ERROR, _first_line(error)
+        self.traceback = "".join(traceback.format_exception(error))
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if isinstance(error, AccelError) else f"{type(error).__name__}: {text}"
+
+
+@contextlib.contextmanager
+def endless(model: Any) -> Iterator[None]:
+    """Generation that only the token count ends, so that every run has the same length."""
+    config = model.generation_config
+    before = config.eos_token_id
+    config.eos_token_id = None
+    try:
+        yield
+    finally:
+        config.eos_token_id = before
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that a cache holds, ours or one of transformers'."""
+    if hasattr(cache, "bytes_held"):
+        return int(cache.bytes_held())
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def generate(model: Any, prompt: torch.Tensor, new_tokens: int, **options: Any) -> Any:
+    """Greedy continuation of prompt [B, S], always `new_tokens` long."""
+    mask = torch.ones_like(prompt)
+    with endless(model), torch.no_grad():
+        return model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options)
+
+
+def sample(model: Any, prompt: torch.Tensor, new_tokens: int) -> Sample:
+    """A continuation with its logits, untimed."""
+    output = generate(model, prompt, new_tokens, return_dict_in_generate=True, output_logits=True)
+    logits = torch.stack([step.float().cpu() for step in output.logits], 1)
+    return Sample(output.sequences[:, prompt.shape[1] :].cpu(), logits, cache_bytes(output[cache_argument()]))
+
+
+@contextlib.contextmanager
+def counted_experts(model: Any, batch: int) -> Iterator[list[int]]:
+    """Distinct experts of every router call that routes one token per row, that is, of decode steps."""
+    counts: list[int] = []
+
+    def count(module: Any, inputs: Any, output: Any) -> None:
+        indices = output[2]
+        if indices.shape[0] == batch:
+            counts.append(len(indices.unique()))
+
+    blocks = families.find(model).moe(model)
+    hooks = [block.gate.register_forward_hook(count) for _, block in blocks]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def step_bytes(model: Any, batch: int, context: float, kv_bytes: float, experts: float | None) -> float:
+    """Bytes a decode step must read: weights it touches, once, and every key and value."""
+    family = families.find(model)
+    embedding = model.get_input_embeddings().weight
+    tied = embedding is model.get_output_embeddings().weight
+    total = float(sum(p.numel() * p.element_size() for p in model.parameters()))
+    total -= 0 if tied else embedding.numel() * embedding.element_size()
+    for _, block in family.moe(model):
+        weights = list(block.experts.parameters())
+        size = sum(p.numel() * p.element_size() for p in weights)
+        total -= size * (1 - (experts or 0.0) / weights[0].shape[0])
+    return total + kv_bytes * len(family.layers(model)) * batch * context
+
+
+@dataclass
+class Times:
+    """What the repeats of one variant gave."""
+
+    first: list[float] = field(default_factory=list)
+    all: list[float] = field(default_factory=list)
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+class PointRun:
+    """All variants at one point. An error of one variant is its row's text; the others go on."""
+
+    def __init__(self, subject: Subject, point: Point, options: Options, configs: dict[str, Any]) -> None:
+        self.subject, self.model, self.point, self.options = subject, subject.model, point, options
+        self.configs, self.device = configs, subject.model.device
+        dtype = self.model.dtype
+        self.exact = dtype == torch.float32
+        self.prompt = subject.prompt(point)
+        self.rows = {name: _row(options, point, name, dtype) for name in configs}
+        self.times = {name: Times() for name in configs}
+        self.stock: Sample | None = None
+        self.noise: torch.Tensor | None = None
+        self.experts: float | None = None
+
+    def run(self, step: Step) -> list[Row]:
+        self._sample_stock()
+        # On a CPU the variants take turns, so that whatever else the machine does meets all of them. On a GPU a turn
+        # would capture graphs anew.
+        visits = self.options.repeats if self.device.type == "cpu" else 1
+        for visit in range(visits):
+            for name, row in self.rows.items():
+                if visit == 0:
+                    step(f"{self.options.model} {self.point} {name}")
+                if row.status == OK:
+                    self._visit(name, self.options.repeats // visits, first=visit == 0)
+        for name in self.rows:
+            self._fill(name)
+        self._ratios()
+        return list(self.rows.values())
+
+    def _sample_stock(self) -> None:
+        count = min(CHECKED_TOKENS, self.options.new_tokens)
+        try:
+            with counted_experts(self.model, self.point.batch) as counts:
+                self.stock = sample(self.model, self.prompt, count)
+            # A prompt of one token routes as many tokens as a decode step: its call is counted too, and right to be.
+            self.experts = statistics.fmean(counts) if counts else None
+            if not self.exact and not self.options.only_stock:
+                self.noise = stock_noise(self.model, self.prompt, self.stock)
+        except torch.OutOfMemoryError:
+            self.stock = None
+        release(self.device)
+
+    def _visit(self, name: str, repeats: int, *, first: bool) -> None:
+        row = self.rows[name]
+        try:
+            with applied(self.model, self.configs[name]):
+                if not first or self._may_time(name):
+                    self._time(self.times[name], repeats)
+        except Exception as error:
+            row.fail(error)
+        release(self.device)
+
+    def _may_time(self, name: str) -> bool:
+        row = self.rows[name]
+        if name == STOCK:
+            return True
+        report = api.report(self.model)
+        if all(p["status"] == "skipped" for p in report.passes):
+            row.status = SKIPPED
+            row.detail = "; ".join(reason for p in report.passes for reason in p["skipped"]) or "nothing to apply"
+            return False
+        row.kv_bytes_per_token_and_layer = report.cache.get("bytes_per_token_and_layer")
+        if self.stock is None:
+            row.detail = "not checked: stock ran out of memory"
+            return True
+        ours = sample(self.model, self.prompt, self.stock.tokens.shape[1])
+        verdict = compare(self.stock, ours, self.noise)
+        row.accuracy, row.detail = verdict.to_dict(), verdict.why
+        if not verdict.ok:
+            row.status = WRONG
+        return verdict.ok
+
+    def _time(self, times: Times, repeats: int) -> None:
+        model, prompt, count = self.model, self.prompt, self.options.new_tokens
+        cuda = self.device.type == "cuda"
+        if cuda:
+            generate(model, prompt, min(4, count))
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for _ in range(repeats):
+            times.first.append(seconds(lambda: generate(model, prompt, 1), self.device)[0])
+            duration, output = seconds(lambda: generate(model, prompt, count), self.device)
+            times.all.append(duration)
+            times.tokens.append(output[:, prompt.shape[1] :].cpu())
+        if cuda:
+            held = [*model.parameters(), *model.buffers()]
+            weights = sum(t.numel() * t.element_size() for t in held)
+            times.peak_bytes = torch.cuda.max_memory_allocated(self.device) - weights
+
+    def _fill(self, name: str) -> None:
+        row, times, count = self.rows[name], self.times[name], self.options.new_tokens
+        if row.status != OK or not times.all:
+            return
+        if (wrong := self._wrong_tokens(name)) is not None:
+            row.status, row.detail = WRONG, wrong
+            return
+        first = statistics.median(times.first)
+        itl = (statistics.median(times.all) - first) / (count - 1)
+        row.ttft_ms, row.itl_ms = first * 1e3, itl * 1e3
+        row.tokens_per_second = self.point.batch / itl if itl > 0 else None
+        row.peak_bytes_above_weights = times.peak_bytes if self.device.type == "cuda" else None
+        row.experts_per_step = self.experts
+        family = families.find(self.model)
+        if self.stock is not None and row.kv_bytes_per_token_and_layer is None:
+            held = self.point.prompt_length + self.stock.tokens.shape[1] - 1
+            tokens = self.point.batch * held * len(family.layers(self.model))
+            row.kv_bytes_per_token_and_layer = self.stock.cache_bytes / tokens
+        context = self.point.prompt_length + count / 2
+        kv_bytes = KVCache().describe(self.model, family)["bytes_per_token_and_layer"]
+        read = step_bytes(self.model, self.point.batch, context, kv_bytes, self.experts)
+        row.floor_ms = read / copy_bandwidth(self.device) * 1e3
+        row.percent_of_floor = 100 * row.floor_ms / row.itl_ms if itl > 0 else None
+
+    def _wrong_tokens(self, name: str) -> str | None:
+        """What is wrong with the tokens of the timed runs, or None."""
+        tokens = self.times[name].tokens
+        if name == STOCK or self.stock is None:
+            return None
+        checked = self.stock.tokens.shape[1]
+        if any(not torch.equal(tokens[0][:, :checked], other[:, :checked]) for other in tokens[1:]):
+            return "the timed runs gave different tokens each time"
+        expected = self.times[STOCK].tokens[0] if STOCK in self.times and self.times[STOCK].tokens else None
+        if expected is None:
+            expected = self.stock.tokens
+        if self.exact and any(not torch.equal(t[:, : expected.shape[1]], expected) for t in tokens):
+            return "the timed run's tokens differ from stock's"
+        return None
+
+    def _ratios(self) -> None:
+        stock = self.rows.get(STOCK)
+        for row in self.rows.values():
+            if stock is not None and stock.ttft_ms and stock.itl_ms and row.ttft_ms and row.itl_ms:
+                row.ttft_ratio, row.itl_ratio = stock.ttft_ms / row.ttft_ms, stock.itl_ms / row.itl_ms
+
+
+@contextlib.contextmanager
+def applied(model: Any, config: Any) -> Iterator[None]:
+    """`model` optimized with `config`, or left alone for None; stock again afterwards."""
+    if config is not None:
+        api.optimize(model, config)
+    try:
+        yield
+    finally:
+        api.restore(model)
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _row(options: Options, point: Point, variant: str, dtype: Any) -> Row:
+    return Row(options.model, dtype_name(dtype), point.batch, point.prompt_length, options.new_tokens, variant)
+
+
+def failed_rows(options: Options, configs: Sequence[str], error: BaseException) -> list[Row]:
+    """Rows that say why the whole model could not be measured."""
+    rows = [_row(options, point, name, options.dtype or "?") for point in options.points for name in configs]
+    for row in rows:
+        row.fail(error)
+    return rows
+
+
+def run(options: Options, step: Step = lambda text: None, subject: Subject | None = None) -> dict[str, Any]:
+    """Measure every point; returns {"environment": ..., "rows": [...]}, ready for JSON.
+
+    step: told what is measured next, once per row. subject: a model to use instead of loading `options.model`.
+    Raises AccelError on options that are wrong. A device, model or point that does not work is a row that says so.
+    """
+    configs = options.configs()
+    try:
+        device = resolve_device(options.device) if subject is None else subject.model.device
+    except AccelError as error:
+        return _result(torch.device("cpu"), failed_rows(options, list(configs), error))
+    try:
+        dtype = resolve_dtype(options.dtype, device)
+        step(f"loading {options.model}")
+        subject = load(options.model, device, dtype) if subject is None else subject
+    except torch.OutOfMemoryError as error:
+        return _result(device, failed_rows(options, list(configs), error))
+    rows: list[Row] = []
+    for point in options.points:
+        try:
+            rows += PointRun(subject, point, options, configs).run(step)
+        except Exception as error:  # whatever a point does, the others are measured
+            rows += failed_rows(_at(options, point), list(configs), error)
+            release(device)
+    return _result(device, rows)
+
+
+def _at(options: Options, point: Point) -> Options:
+    return Options(**{**vars(options), "points": (point,)})
+
+
+def _result(device: torch.device, rows: list[Row]) -> dict[str, Any]:
+    facts = environment(device)
+    with contextlib.suppress(RuntimeError):  # a device that broke down cannot be measured
+        facts["copy_bytes_per_second"] = copy_bandwidth(device)
+    return {"environment": facts, "rows": [asdict(row) for row in rows]}
+
+
+def exit_code(rows: Sequence[dict[str, Any]]) -> int:
+    """3 if a result was wrong, 1 if nothing could be measured, else 0."""
+    states = {row["status"] for row in rows}
+    return 3 if WRONG in states else 0 if states & {OK, SKIPPED} else 1
