@@ -75,7 +75,7 @@ def optimize(model: Model, config: Config = None) -> Model:
     inner = families.unwrap(model)
     options = OptimizeConfig.of(config)
     if (state := _state(inner)) is not None:
-        if state.config == options:
+        if (state.config.ordered(), state.config.allow_skips) == (options.ordered(), options.allow_skips):
             return model
         raise PlanError(
             "the model is already optimized with another config; call `restore(model)` first, then `optimize` again"

@@ -20,7 +20,7 @@ class Report:
     parameter_bytes_before: int = 0
     parameter_bytes: int = 0
     cache: dict[str, Any] = field(default_factory=dict)
-    """Cache bytes per token and layer, stock and now, and the live page counts."""
+    """What one token takes in one layer of the cache, and how it is stored."""
     counters: dict[str, int] = field(default_factory=dict)
     """How often each path ran since `optimize`, as "<pass>: <what happened>"."""
 

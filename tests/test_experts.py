@@ -85,6 +85,16 @@ def test_dropped_experts_are_not_read(case, dtype):
     assert is_close(fused_experts(*sentinel), sentinel)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_token_with_some_dropped(dtype):  # the kept weights are not the first ones
+    hidden, indices, weights, gate_up, down = make((1, 16, 4, 64, 32), dtype)
+    indices[0, 0], indices[0, 2] = 16, -1
+    weights[0, 0] = float("nan")
+    inputs = (hidden, indices, weights, gate_up, down)
+    assert is_close(fused_experts(*inputs), inputs)
+
+
 def stock_experts(inputs, implementation):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts

@@ -17,7 +17,8 @@ import torch
 
 from .. import api, families
 from ..errors import AccelError
-from ..passes.kv_cache import KVCache, cache_argument
+from ..passes.kv_cache import KVCache
+from ..versions import cache_argument
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .measure import copy_bandwidth, seconds
@@ -274,6 +275,8 @@ class PointRun:
         if (wrong := self._wrong_tokens(name)) is not None:
             row.status, row.detail = WRONG, wrong
             return
+        if self.exact and row.accuracy is not None and STOCK in self.times:
+            row.detail = f"{times.tokens[0].numel()} tokens equal"
         first = statistics.median(times.first)
         itl = (statistics.median(times.all) - first) / (count - 1)
         row.ttft_ms, row.itl_ms = first * 1e3, itl * 1e3
@@ -336,7 +339,7 @@ def _row(options: Options, point: Point, variant: str, dtype: Any) -> Row:
 
 def failed_rows(options: Options, configs: Sequence[str], error: BaseException) -> list[Row]:
     """Rows that say why the whole model could not be measured."""
-    rows = [_row(options, point, name, options.dtype or "?") for point in options.points for name in configs]
+    rows = [_row(options, point, name, options.dtype or "-") for point in options.points for name in configs]
     for row in rows:
         row.fail(error)
     return rows

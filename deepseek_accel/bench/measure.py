@@ -45,7 +45,7 @@ def l2_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or DEFAULT_L2_BYTES
 
 
-def median_seconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int = 10) -> float:
+def median_seconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int = 20) -> float:
     """Median time of one call, launched one by one: what a caller without CUDA graphs waits."""
     for call in calls[:2]:
         call()

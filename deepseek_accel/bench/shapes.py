@@ -172,8 +172,8 @@ def random_model(config: dict[str, Any], device: Any, dtype: Any, seed: int = 0)
 def randomize(model: Any, seed: int = 0) -> Any:
     """Draw weights in place so that activations, attention scores and router logits all have a spread of about one.
 
-    Matrices have std 0.02, norms are one, router rows 1 / sqrt(hidden): logits of std 1, which spread tokens evenly over
-    all experts. Embeddings have std 1, so that rows stay different through all layers.
+    Matrices have std 0.02, norms are one, router rows 1 / sqrt(hidden): logits of std 1, which spread tokens evenly
+    over all experts. Embeddings have std 1, so that rows stay different through all layers.
     """
     import torch
 

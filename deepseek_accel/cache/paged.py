@@ -337,8 +337,8 @@ def paged_cache(
 ) -> PagedCache:
     """A paged cache for `model`, optimized or not, to be passed to `model(...)` or `model.generate(...)`.
 
-    page_size: tokens per page, a power of two >= 16. max_pages: most pages (of every layer at once) before
-    CacheFullError; None grows. reserve_tokens: memory to take at once, in tokens per sequence; more is taken as needed.
+    page_size: tokens per page, a power of two >= 16. max_pages: most pages in one block table before CacheFullError;
+    None grows. Layers on another device or with another window have a table of their own. reserve_tokens: memory to take at once, in tokens per sequence; more is taken as needed.
 
     Raises UnsupportedModelError if the model's cache holds more than keys and values, PlanError on a bad size.
     """

@@ -114,31 +114,37 @@ def sort_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program per expert. Tile numbers need no word between programs: expert e starts at first row // BLOCK_M + e,
-    which leaves each expert enough tiles, and at most one too many."""
+    which leaves each expert enough tiles, and at most one too many. Loops are `while`: the interpreter of Triton 3.6
+    cannot take a range whose end is an argument."""
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     lower = tl.zeros([BLOCK], tl.int32)
     equal = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_pairs, BLOCK):
+    start = 0
+    while start < num_pairs:
         ids = tl.load(indices + start + lane, mask=lane < num_pairs - start, other=-1)
         lower += ((ids >= 0) & (ids < expert)).to(tl.int32)
         equal += (ids == expert).to(tl.int32)
+        start += BLOCK
     first = tl.sum(lower, 0)
     count = tl.sum(equal, 0)
 
     place = first
-    for start in range(0, num_pairs, BLOCK):
+    start = 0
+    while start < num_pairs:
         ids = tl.load(indices + start + lane, mask=lane < num_pairs - start, other=-1)
         mine = ids == expert
         rank = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(order + place + rank - 1, start + lane, mask=mine)
         place += tl.sum(mine.to(tl.int32), 0)
+        start += BLOCK
 
     tile = first // BLOCK_M + expert
     end = (first + count) // BLOCK_M + expert + 1
     if expert == E - 1:
         end = num_tiles
-    for start in range(tile, end, BLOCK):
+    start = tile
+    while start < end:
         number = start + lane
         row = first + (number - tile) * BLOCK_M
         used = row < first + count
@@ -146,6 +152,7 @@ def sort_kernel(
         tl.store(tiles + number, tl.where(used, expert, -1), mask=here)
         tl.store(tiles + num_tiles + number, row, mask=here)
         tl.store(tiles + 2 * num_tiles + number, tl.minimum(row + BLOCK_M, first + count), mask=here)
+        start += BLOCK
 
 
 @triton.jit

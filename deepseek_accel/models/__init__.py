@@ -51,4 +51,4 @@ def load_tiny(name: str = TINY, *, dtype: Any = "auto", device: Any = None, **kw
 
 def heldout_documents() -> list[str]:
     """Source files the bundled model never saw, from the CPython standard library (licence beside the file)."""
-    return (_DATA / "heldout.txt").read_text(encoding="utf-8").split("\f")
+    return (_DATA / "heldout.txt").read_text(encoding="utf-8").split("\n\f\n")

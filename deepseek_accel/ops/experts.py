@@ -51,8 +51,8 @@ def fused_experts_reference(
         output = F.linear(F.silu(gate) * up, down[expert])
         outputs[token, slot] = output.to(wide) * weights[token, slot, None].to(wide)
     total = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
-    for slot in range(indices.shape[1]):
-        total = total + outputs[:, slot]
+    for output in outputs.unbind(1):
+        total = total + output
     return total.to(hidden.dtype)
 
 
@@ -107,7 +107,8 @@ def grouped_experts(
         return _one_token(hidden, indices, weights, gate_up, down)
     experts, order = indices.reshape(-1).sort(stable=True)
     bounds = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=experts.dtype, device=experts.device))
-    first, *_, end = edges = bounds.tolist()
+    edges = bounds.tolist()
+    first, end = edges[0], edges[-1]
     num_pairs = len(order)
     kept = order if end - first == num_pairs else order[first:end]
     if len(kept) == 0:

@@ -284,14 +284,17 @@ class Attention(Pass):
             yield Edit(attention, "config", partial(private_config, config), where)
             if family.attention == "mla":
                 yield Edit(attention, "expand_kv", partial(partial, keep_latent, attention), where)
-        device = next(model.parameters()).device
-        why = why_not_triton(device)
-        if family.attention == "gqa" and not context.has("kv_cache"):
-            yield Note("without the kv_cache pass, keys are not in pages and the stock attention runs")
-        elif family.attention == "gqa" and why is not None:
-            yield Note(f"pages are gathered for the stock attention: {why}")
-        else:
-            yield Note(f"implementation: {'Triton kernels' if why is None else f'torch ({why})'}")
+        yield Note(implementation(family, context, next(model.parameters()).device))
+
+
+def implementation(family: Family, context: Context, device: torch.device) -> str:
+    """How attention will run, for the plan."""
+    why = why_not_triton(device)
+    if why is None and (family.extra_cache or not context.has("kv_cache")):
+        why = "the kernels read pages, which the kv_cache pass makes"
+    if family.attention == "mla":
+        return f"decoding: {'Triton kernels' if why is None else f'absorbed, in torch ({why})'}; prefill: stock"
+    return "decoding: Triton kernels; prefill: stock" if why is None else f"stock attention on gathered keys ({why})"
 
 
 PASS = Attention

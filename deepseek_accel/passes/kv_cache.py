@@ -64,8 +64,9 @@ def prepare_cache(
 class KVCache(Pass):
     """Keys and values, or latents, in fixed-size pages.
 
-    page_size: tokens per page, a power of two >= 16. max_pages: most pages one `generate` call may use (each page of
-    every layer), or None to grow; more raises CacheFullError before anything is written.
+    page_size: tokens per page, a power of two >= 16. max_pages: most pages in one block table of a `generate` call, or
+    None to grow; more raises CacheFullError before anything is written. Layers on another device or with another
+    sliding window have a block table of their own; a page takes memory in every layer of its table.
     """
 
     effect: ClassVar[str] = "exact"
@@ -101,8 +102,7 @@ class KVCache(Pass):
         else:
             config = model.config.get_text_config(decoder=True)
             values = 2 * config.num_key_value_heads * attention.head_dim
-        element = next(p for p in attention.parameters()).element_size()
-        return {"bytes_per_token_and_layer": values * element, "page_size": self.page_size}
+        return {"bytes_per_token_and_layer": values * model.dtype.itemsize, "page_size": self.page_size}
 
 
 PASS = KVCache

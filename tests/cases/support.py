@@ -1,4 +1,4 @@
-"""Models, prompts and comparisons that the case tests share. `stock` and `fast` hand out one model each; do not change it."""
+"""Models, prompts and comparisons that the case tests share. Tests must not change what `stock` and `fast` return."""
 
 import functools
 

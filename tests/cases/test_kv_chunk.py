@@ -192,7 +192,8 @@ def test_K14_two_documents_in_one_row(model_type, implementation, kind):
     positions = torch.cat([torch.arange(23), torch.arange(9)])[None]
     mask = block_diagonal(torch.float32, kind, 32, 32)
     packed = torch.cat([A, B], 1)
-    assert_close(logits(model, packed, attention_mask=mask, position_ids=positions, use_cache=False)[:, :23], expected[0])
+    actual = logits(model, packed, attention_mask=mask, position_ids=positions, use_cache=False)
+    assert_close(actual[:, :23], expected[0])
     cache = paged_cache(model, 16)
     actual = logits(model, packed, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     assert_close(actual[:, :23], expected[0])

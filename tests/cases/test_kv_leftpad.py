@@ -38,7 +38,7 @@ def test_K01_every_row_decodes_as_if_alone(model_type):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_K01_the_fault_would_show(model_type):
-    """Ignoring the mask, or giving every row the same positions, must move the DECODE logits far beyond the tolerance."""
+    """Ignoring the mask, or giving every row the same positions, moves the DECODE logits far beyond the tolerance."""
     ids, mask = left_pad(A, B, C)
     model = stock(model_type)
     _, right = greedy(model, ids, mask)

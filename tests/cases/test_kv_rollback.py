@@ -94,7 +94,7 @@ def test_K06_many_rounds_across_page_ends(model_type, kind):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_K06_positive_argument_follows_the_library(model_type):
-    """Up to 5.17 a positive argument is the length to keep, later it raises: ours does what the library's cache does."""
+    """Up to 5.17 a positive argument is the length to keep, later it raises: ours does what the library's does."""
     kept = []
     for model, cache in caches(model_type):
         step(model, A, cache)
@@ -129,7 +129,7 @@ def test_K06_rows_that_share_pages(model_type):
 
 
 def test_K06_sliding_window_rolls_back_when_told_in_time():
-    """A window drops what no later token sees; recording keeps it, and without it a rollback raises instead of lying."""
+    """A window drops what no later token sees; recording keeps it, and without it a rollback raises."""
     options = dict(sliding_window=8, use_sliding_window=True, max_window_layers=1)
     model = fast("qwen2", **options)
     cache = paged_cache(model, 16)

@@ -49,18 +49,22 @@ def test_K15_calls_do_not_see_each_other(model_type):
     check("A", A)
 
 
+def tracked(*types):
+    return [x for x in gc.get_objects() if type(x) in types]
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_K15_no_keys_stay_behind(model_type):
     """Keys and values kept alive by the model after the outputs are gone."""
     model = optimize(tiny_model(model_type), config())
     gc.collect()
-    before = {id(x) for x in gc.get_objects() if isinstance(x, (torch.Tensor, PagedCache))}
+    before = {id(x) for x in tracked(torch.Tensor, PagedCache)}
     out = greedy(model, A, new=8)
     values = logits(model, B)
     del out, values
     gc.collect()
-    left = [x for x in gc.get_objects() if isinstance(x, (torch.Tensor, PagedCache)) and id(x) not in before]
-    assert not [type(x) for x in left if isinstance(x, PagedCache)]
+    left = [x for x in tracked(torch.Tensor, PagedCache) if id(x) not in before]
+    assert not [x for x in left if type(x) is PagedCache]
     assert not [x.shape for x in left if x.dim() >= 3], "a tensor of keys or latents outlived the call"
 
 
@@ -73,8 +77,7 @@ def test_K15_the_cache_goes_with_the_last_reference(model_type):
     gc.disable()
     try:
         generate(model, A, max_new_tokens=4)
-        alive = [x for x in gc.get_objects() if isinstance(x, PagedCache)]
-        assert not alive
+        assert not tracked(PagedCache)
     finally:
         gc.enable()
 

@@ -82,7 +82,9 @@ def test_B01_speculation_from_one_token(model_type):
     assert generate(fast(model_type), C, max_new_tokens=9, prompt_lookup_num_tokens=3).tolist() == expected
     draft = optimize(tiny_model(model_type, num_hidden_layers=1), config())
     assert generate(fast(model_type), C, max_new_tokens=9, assistant_model=draft).tolist() == expected
-    assert generate(fast(model_type), C, max_new_tokens=1, assistant_model=draft).tolist() == [row[:2] for row in expected]
+    assert generate(fast(model_type), C, max_new_tokens=1, assistant_model=draft).tolist() == [
+        row[:2] for row in expected
+    ]
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -89,7 +89,7 @@ def test_E03_selection_uses_the_bias():
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
 def test_E01_v2_groups_by_their_best(method):
     """V2's groups are ranked by their best expert, not by their two best, and "greedy" has no groups."""
-    stock, model, gate = gates("deepseek_v2", topk_method=method)
+    _, model, gate = gates("deepseek_v2", topk_method=method)
     x = hidden()
     scores = (x.double().flatten(0, 1) @ gate.weight.double().T).softmax(-1)
     if method == "group_limited_greedy":

@@ -133,7 +133,6 @@ def assisted(target, draft, ids, count):
     hook = target.register_forward_hook(lambda *_: calls.append(1))
     draft.generation_config.num_assistant_tokens = 4
     draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
     picked, _ = greedy(target, ids, count, assistant_model=draft)
     hook.remove()
     return picked, len(calls)
@@ -144,8 +143,9 @@ def assisted(target, draft, ids, count):
 def test_R05_draft_and_target_each_use_their_own_rope(scaled, rope):
     """Speculative decoding where only one of the two models has rope scaling, and the other's table is used."""
     default = dict(rope_type="default", rope_theta=rope["rope_theta"])
-    target = tiny_model("llama", rope_parameters=default if scaled == "draft" else rope)
-    draft = tiny_model("llama", rope_parameters=default if scaled == "target" else rope)
+    seed = 0 if rope is LINEAR else 3  # weights with which both tables give varied tokens
+    target = tiny_model("llama", seed=seed, rope_parameters=default if scaled == "draft" else rope)
+    draft = tiny_model("llama", seed=seed, rope_parameters=default if scaled == "target" else rope)
     ids = tokens(40)
     plain, logits = greedy(target, ids, 20)
     best = logits.topk(2).values
@@ -157,9 +157,9 @@ def test_R05_draft_and_target_each_use_their_own_rope(scaled, rope):
     assert torch.equal(actual[0], plain)
     assert actual[1] == expected[1], "other drafts were accepted than with the unpatched models"
     if scaled == "both":
-        assert actual[1] <= 5, "a draft equal to the target is accepted whole"
+        assert actual[1] == 10, "a draft equal to the target is accepted whole"
     else:
-        assert actual[1] > 5
+        assert actual[1] > 11
     assert_same(feed(draft, ids, 30), whole(draft, ids), TOLERANCE)
 
 

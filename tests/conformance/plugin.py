@@ -26,8 +26,12 @@ import pytest
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
 
+COMPILED = "takes minutes of torch.compile or torch.export; run with --with-compile"
+
 # Not run, and why. A test is left out if its name contains the key.
 LEFT_OUT = {
+    "compil": COMPILED,
+    "export": COMPILED,
     "test_tp_": "starts several processes and needs one accelerator each",
     "test_fsdp": "starts several processes and needs one accelerator each",
 }
@@ -45,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--transformers-tree", metavar="PATH", help="source tree of the installed transformers version")
     group.addoption("--optimize", action="store_true", help="pass every model through deepseek_accel.optimize()")
     group.addoption("--stock", action="store_true", help="leave every model as it is (the default)")
+    group.addoption("--with-compile", action="store_true", help="run the tests of torch.compile and torch.export too")
     group.addoption("--conformance-json", metavar="FILE", help="write the outcome of every test to FILE")
 
 
@@ -62,9 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not (tree / "tests" / "test_modeling_common.py").is_file():
         raise pytest.UsageError(f"{tree} is no transformers source tree: it has no tests/test_modeling_common.py")
     config.option.strict_markers = False  # their marks are registered in their own conftest
-    config.addinivalue_line("filterwarnings", "ignore")
+    config.addinivalue_line("filterwarnings", "always")  # not errors, and visible to tests that look for one
     mount(tree)
-    config.pluginmanager.register(Recorder(config), "conformance-recorder")
+    config.pluginmanager.register(Recorder(config, tree), "conformance-recorder")
 
 
 def mount(tree: Path) -> None:
@@ -129,34 +134,32 @@ class Optimizer:
         model_class.from_pretrained = classmethod(from_pretrained)
 
 
-def model_classes() -> list[Any]:
-    """Every model class of the families that can be built."""
-    found = []
-    for family in FAMILIES:
-        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        found += [
-            c
-            for name in module.__all__
-            if hasattr(c := getattr(module, name), "from_pretrained") and not name.endswith("PreTrainedModel")
-        ]
-    return found
+def model_classes(family: str) -> list[Any]:
+    """Every model class of one family that can be built."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    names = (name for name in module.__all__ if not name.endswith("PreTrainedModel"))
+    return [c for name in names if hasattr(c := getattr(module, name), "from_pretrained")]
 
 
 class Recorder:
     """The outcome of every test, and how many models each test optimized."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config, self.outcomes = config, {}  # type: ignore[var-annotated]
+    def __init__(self, config: pytest.Config, tree: Path) -> None:
+        self.config, self.tree = config, tree
+        self.outcomes: dict[str, dict[str, Any]] = {}
+        self.left_out: Counter[str] = Counter()
         self.optimizer = Optimizer()
         if config.getoption("--optimize"):
-            for model_class in model_classes():
-                self.optimizer.watch(model_class)
+            for family in FAMILIES:
+                for model_class in model_classes(family):
+                    self.optimizer.watch(model_class)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        out = {item: why for item in items for key, why in LEFT_OUT.items() if key in item.name}
+        keys = {key: why for key, why in LEFT_OUT.items() if why != COMPILED or not config.getoption("--with-compile")}
+        out = {item: why for item in items for key, why in keys.items() if key in item.name}
         config.hook.pytest_deselected(items=list(out))
         items[:] = [item for item in items if item not in out]
-        self.left_out = Counter(out.values())
+        self.left_out.update(out.values())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Any:
@@ -167,8 +170,9 @@ class Recorder:
             item.user_properties.append(("optimized_models", self.optimizer.models - before))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed:
-            return
+        known = self.outcomes.get(report.nodeid.partition("::")[2])
+        if report.passed and (report.when != "call" or (known and known["outcome"] == "failed")):
+            return  # a failed subtest is followed by the report of its test, which may say "passed"
         crash = getattr(report.longrepr, "reprcrash", None)
         message = crash.message if crash else str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "")
         self.outcomes[report.nodeid.partition("::")[2]] = {
@@ -177,20 +181,27 @@ class Recorder:
             "seconds": round(report.duration, 2),
             "optimized_models": dict(report.user_properties).get("optimized_models", 0),
         }
-        if (file := self.config.getoption("--conformance-json")) and not hasattr(self.config, "workerinput"):
-            import torch
-            import transformers
 
-            facts = {"transformers": transformers.__version__, "torch": torch.__version__}
-            document = {**facts, "left_out": dict(self.left_out_counts()), "tests": self.outcomes}
-            Path(file).write_text(json.dumps(document, indent=1), encoding="utf-8")
+    def pytest_sessionfinish(self) -> None:
+        file = self.config.getoption("--conformance-json")
+        if not file or hasattr(self.config, "workerinput"):
+            return
+        import torch
+        import transformers
 
-    def left_out_counts(self) -> Counter[str]:
-        return getattr(self, "left_out", Counter())
+        theirs = (self.tree / "tests" / "models").is_dir()
+        document = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "tests_are": "its own model tests" if theirs else "its common test mixins over small configs of ours",
+            "left_out": self.left_out,
+            "tests": self.outcomes,
+        }
+        Path(file).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         models = sum(o["optimized_models"] for o in self.outcomes.values())
         tests = sum(o["optimized_models"] > 0 for o in self.outcomes.values())
         terminalreporter.write_line(f"conformance: {models} models optimized in {tests} of {len(self.outcomes)} tests")
-        for why, count in self.left_out_counts().items():
+        for why, count in self.left_out.items():
             terminalreporter.write_line(f"conformance: {count} tests left out: {why}")

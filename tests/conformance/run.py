@@ -2,7 +2,8 @@
 
     python tests/conformance/run.py --transformers-tree PATH [pytest arguments]
 
-PATH must hold `tests/` of the installed transformers version. Needs `parameterized`, and nothing from the network.
+PATH must hold `tests/` of the installed transformers version. The source distribution holds the common mixins, which is
+enough: `pip download --no-deps --no-binary :all: transformers==VERSION`. Needs `parameterized`, and no network.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MODES = ("stock", "optimize")
 
 def run(mode: str, tree: str, file: Path, extra: list[str]) -> dict[str, Any]:
     """One pytest run; its outcomes as `plugin.Recorder` wrote them."""
-    command = [sys.executable, "-m", "pytest", str(HERE), f"--transformers-tree={tree}", f"--{mode}"]
+    target = str(HERE / "test_transformers.py")
+    command = [sys.executable, "-m", "pytest", target, f"--transformers-tree={tree}", f"--{mode}"]
     command += [f"--conformance-json={file}", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -38,8 +40,8 @@ def run(mode: str, tree: str, file: Path, extra: list[str]) -> dict[str, Any]:
     return results
 
 
-def table(stock: dict[str, Any], optimized: dict[str, Any]) -> str:
-    """Markdown: counts by test class, every test whose outcome differs, and what was left out."""
+def table(stock: dict[str, Any], optimized: dict[str, Any], note: str = "") -> str:
+    """Markdown under a heading of the version: counts by family, what differs, what was left out."""
     before, after = stock["tests"], optimized["tests"]
     counts: dict[str, list[int]] = defaultdict(lambda: [0] * 6)
     differing = []
@@ -56,7 +58,9 @@ def table(stock: dict[str, Any], optimized: dict[str, Any]) -> str:
             message = re.sub(r"\s+", " ", new["message"] or old["message"]).replace("|", "\\|")[:160]
             differing.append(f"| `{name}` | {old['outcome']} | {new['outcome']} | {message} |")
     lines = [
-        f"transformers' own model tests, transformers {optimized['transformers']}, torch {optimized['torch']}.",
+        f"### transformers {optimized['transformers']}",
+        "",
+        f"{optimized['tests_are'].capitalize()}, torch {optimized['torch']}.{note and ' ' + note}",
         "",
         "| family | tests | skipped | tests that build a model | fail stock | fail optimized | fail only optimized |",
         "|---|---|---|---|---|---|---|",
@@ -71,13 +75,20 @@ def table(stock: dict[str, Any], optimized: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def write(page: Path, text: str) -> None:
-    """Put `text` between the markers of `page`, or at its end if it has none."""
+def write(page: Path, section: str) -> None:
+    """Put `section` between the markers of `page`, in place of the one with the same heading. Newest version first."""
     old = page.read_text(encoding="utf-8") if page.is_file() else "# What is supported\n"
     if BEGIN not in old:
         old = f"{old.rstrip()}\n\n{BEGIN}\n{END}\n"
     head, _, rest = old.partition(BEGIN)
-    tail = rest.partition(END)[2]
+    between, _, tail = rest.partition(END)
+    sections = {s.partition("\n")[0]: s.strip() for s in re.split(r"^(?=### )", between, flags=re.M) if s.strip()}
+    sections[section.partition("\n")[0]] = section
+
+    def version(heading: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", heading)]
+
+    text = "\n\n".join(sections[heading] for heading in sorted(sections, key=version, reverse=True))
     page.parent.mkdir(exist_ok=True)
     page.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
 
@@ -85,7 +96,8 @@ def write(page: Path, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformers-tree", required=True, metavar="PATH")
-    parser.add_argument("--results", type=Path, metavar="DIR", help="keep the JSON files here; existing ones are reused")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="keep the outcomes here, reuse those present")
+    parser.add_argument("--note", default="", help="a sentence for the page, such as where the tree is from")
     options, extra = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = options.results or Path(scratch)
@@ -97,7 +109,7 @@ def main() -> None:
                 results.append(json.loads(file.read_text(encoding="utf-8")))
             else:
                 results.append(run(mode, options.transformers_tree, file, extra))
-        write(PAGE, table(*results))
+        write(PAGE, table(*results, options.note))
 
 
 if __name__ == "__main__":

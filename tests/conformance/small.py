@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import unittest
 from typing import Any
+
+from plugin import model_classes
 
 COMMON = {
     "vocab_size": 99,
@@ -63,20 +64,22 @@ class Tester:
         return self.get_config(), {"input_ids": ids_tensor(shape, COMMON["vocab_size"]), "attention_mask": mask}
 
 
-def test_class(family: str) -> type[unittest.TestCase]:
+def model_test(family: str) -> type[unittest.TestCase]:
     """The `ModelTest` class of one family."""
     from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin
 
-    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    prefix = next(n for n in module.__all__ if n.endswith("ForCausalLM")).removesuffix("ForCausalLM")
-    names = (n for n in module.__all__ if not n.endswith("PreTrainedModel"))
+    classes = model_classes(family)
+    causal = next(c for c in classes if c.__name__.endswith("ForCausalLM"))
 
     class ModelTest(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
-        all_model_classes = tuple(getattr(module, n) for n in sorted(names))
+        all_model_classes = tuple(sorted(classes, key=lambda c: c.__name__))
         test_all_params_have_gradient = "n_routed_experts" not in CONFIGS[family]
 
-        def setUp(self) -> None:
-            self.model_tester = Tester(module.__dict__[f"{prefix}Config"], CONFIGS[family])
+        if family == "deepseek_v2":
+            test_model_rope_scaling_frequencies = None  # its RoPE is complex; transformers replaces this test too
 
-    ModelTest.__name__ = ModelTest.__qualname__ = f"{prefix}ModelTest"
+        def setUp(self) -> None:
+            self.model_tester = Tester(causal.config_class, CONFIGS[family])
+
+    ModelTest.__name__ = ModelTest.__qualname__ = causal.__name__.replace("ForCausalLM", "ModelTest")
     return ModelTest

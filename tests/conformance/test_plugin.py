@@ -74,7 +74,7 @@ def test_every_outermost_model_is_optimized(tree, mode, models):
 
 
 def test_table_lists_what_differs(tmp_path):
-    facts = {"transformers": "5", "torch": "2", "left_out": {"reason": 4}}
+    facts = {"transformers": "5", "torch": "2", "tests_are": "its own tests", "left_out": {"reason": 4}}
     ok, bad = {"outcome": "passed", "message": "", "optimized_models": 1}, {"outcome": "failed", "message": "a | b\nc"}
     stock = facts | {"tests": {"LlamaModelTest::test_a": ok, "LlamaModelTest::test_b": bad}}
     optimized = facts | {"tests": {"LlamaModelTest::test_a": bad, "LlamaModelTest::test_b": bad}}
@@ -83,7 +83,8 @@ def test_table_lists_what_differs(tmp_path):
     assert "| `LlamaModelTest::test_a` | passed | failed | a \\| b c |" in text
     assert "test_b" not in text and "Left out: 4 tests (reason)." in text
     page = tmp_path / "support.md"
-    page.write_text(f"before\n{run.BEGIN}\nold\n{run.END}\nafter\n", encoding="utf-8")
+    other = "### transformers 10\n\nrows"
+    page.write_text(f"before\n{run.BEGIN}\n### transformers 5\nold\n\n{other}\n{run.END}\nafter\n", encoding="utf-8")
     run.write(page, text)
     run.write(page, text)
-    assert page.read_text(encoding="utf-8") == f"before\n{run.BEGIN}\n{text}\n{run.END}\nafter\n"
+    assert page.read_text(encoding="utf-8") == f"before\n{run.BEGIN}\n{other}\n\n{text}\n{run.END}\nafter\n"

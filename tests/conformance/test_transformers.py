@@ -7,14 +7,18 @@ the mixins run over small configs of our own, from `small.py`.
 import importlib
 import importlib.util
 
+import small
 from plugin import FAMILIES
 
-for _family in FAMILIES:
-    if importlib.util.find_spec("tests.models") and importlib.util.find_spec(f"tests.models.{_family}"):
-        _module = importlib.import_module(f"tests.models.{_family}.test_modeling_{_family}")
-        _found = {n: c for n, c in vars(_module).items() if n.endswith("ModelTest") and c.__module__ == _module.__name__}
-    else:
-        from small import test_class
 
-        _found = {(_class := test_class(_family)).__name__: _class}
-    globals().update(_found)
+def model_test_of(family):
+    """The `ModelTest` class of one family: the tree's, or one over a config of ours."""
+    name = f"tests.models.{family}"
+    if not importlib.util.find_spec("tests.models") or not importlib.util.find_spec(name):
+        return small.model_test(family)
+    module = importlib.import_module(f"{name}.test_modeling_{family}")
+    own = (c for c in vars(module).values() if getattr(c, "__module__", "") == module.__name__)
+    return next(c for c in own if c.__name__.endswith("ModelTest"))
+
+
+globals().update({c.__name__: c for c in map(model_test_of, FAMILIES)})

@@ -1,0 +1,276 @@
+"""The shapes at which single ops are measured: rotating inputs, an exact result, the bytes and operations of a call.
+
+A case has several input sets that together exceed the L2 cache; the first one is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..ops.experts import fused_experts, fused_experts_reference
+from ..ops.gqa_attention import paged_gqa_attention, paged_gqa_attention_reference
+from ..ops.mla_attention import latent_attention, latent_attention_reference
+from ..ops.rms_norm import rms_norm, rms_norm_reference
+from ..ops.router import route, route_reference
+from .measure import l2_bytes
+
+PAGE_SIZE = 64
+MAX_SETS = 256
+EXACT_BYTES = 4 << 30
+"""Rows of attention are checked in float64 up to this size; beyond it only the first and the last rows."""
+REFERENCE_BYTES = 1 << 30
+"""The torch reference is timed only if its inputs are at most this large."""
+
+
+@dataclass
+class Case:
+    """One op at one shape."""
+
+    calls: list[Callable[[], Any]]
+    """The op on each input set."""
+    check: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+    """Pairs (result of the op on the first set, exact result)."""
+    reference: Callable[[], Any] | None
+    """The torch reference on the first set, or None where it is too slow or too large to time."""
+    num_bytes: float
+    """Read and written by one call, each once."""
+    flops: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A case that is not built yet: inputs are made when its turn comes."""
+
+    op: str
+    name: str
+    build: Callable[[torch.device, torch.dtype], Case]
+
+
+def num_sets(device: torch.device, bytes_per_set: float) -> int:
+    return int(min(MAX_SETS, max(2, -(-4 * l2_bytes(device) // max(1, int(bytes_per_set))))))
+
+
+def _randn(device: torch.device, dtype: torch.dtype, *shape: int, std: float = 1.0) -> torch.Tensor:
+    return torch.empty(shape, device=device, dtype=dtype).normal_(0.0, std)
+
+
+def _pages(device: torch.device, dtype: torch.dtype, sets: int, batch: int, length: int, width: int) -> dict[str, Any]:
+    """storage, and a block table [sets, batch, pages] whose pages lie in random order."""
+    per_row = -(-length // PAGE_SIZE)
+    order = torch.randperm(sets * batch * per_row, device=device).view(sets, batch, per_row).to(torch.int32)
+    return {
+        "storage": _randn(device, dtype, order.numel(), PAGE_SIZE, width),
+        "tables": order,
+        "lengths": torch.full((batch,), length, dtype=torch.int32, device=device),
+    }
+
+
+def _checked_rows(batch: int, exact_bytes: float) -> list[int]:
+    count = max(2, int(batch * EXACT_BYTES / max(exact_bytes, 1.0)))
+    return list(range(batch)) if count >= batch else [*range(count // 2), *range(batch - count // 2, batch)]
+
+
+def _attention_case(
+    batch: int,
+    length: int,
+    pages: dict[str, Any],
+    queries: Sequence[tuple[torch.Tensor, ...]],
+    op: Callable[..., torch.Tensor],
+    reference: Callable[..., torch.Tensor],
+    scale: float,
+    sizes: tuple[int, ...],
+    flops: float,
+) -> Case:
+    """One query per row over `length` paged keys. sizes: what the op takes after `scale`."""
+    storage, tables, lengths = pages["storage"], pages["tables"], pages["lengths"]
+
+    def arguments(i: int) -> tuple[Any, ...]:
+        return (*queries[i], storage, tables[i], lengths, length, scale, *sizes)
+
+    row_bytes = length * storage.shape[2] * storage.element_size()
+    query_bytes = sum(q.numel() * q.element_size() for q in queries[0])
+
+    def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        out = op(*arguments(0))
+        for row in _checked_rows(batch, batch * row_bytes * 8 / storage.element_size()):
+            used = tables[0, row].long()
+            table = torch.arange(len(used), dtype=torch.int32, device=storage.device)[None]
+            wide = [q[row : row + 1].double() for q in queries[0]]
+            exact = reference(*wide, storage[used].double(), table, lengths[row : row + 1], length, scale, *sizes)
+            yield out[row : row + 1], exact
+
+    cheap = batch * row_bytes <= REFERENCE_BYTES
+    return Case(
+        [partial(op, *arguments(i)) for i in range(len(queries))],
+        check,
+        partial(reference, *arguments(0)) if cheap else None,
+        batch * row_bytes + 2 * query_bytes,
+        flops,
+    )
+
+
+def latent_case(device: torch.device, dtype: torch.dtype, *, heads: int, batch: int, length: int) -> Case:
+    rank, rope = 512, 64
+    width = rank + rope
+    sets = num_sets(device, batch * length * width * dtype.itemsize)
+    queries = [
+        (_randn(device, dtype, batch, 1, heads, rank), _randn(device, dtype, batch, 1, heads, rope))
+        for _ in range(sets)
+    ]
+    flops = 2.0 * batch * heads * length * (width + rank)
+    pages = _pages(device, dtype, sets, batch, length, width)
+    scale = width**-0.5
+    return _attention_case(
+        batch, length, pages, queries, latent_attention, latent_attention_reference, scale, (rank,), flops
+    )
+
+
+def gqa_case(device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads: int, batch: int, length: int) -> Case:
+    dim = 128
+    width = 2 * kv_heads * dim
+    sets = num_sets(device, batch * length * width * dtype.itemsize)
+    queries = [(_randn(device, dtype, batch, 1, heads, dim),) for _ in range(sets)]
+    flops = 4.0 * batch * heads * length * dim
+    pages = _pages(device, dtype, sets, batch, length, width)
+    sizes = (kv_heads, dim)
+    return _attention_case(
+        batch, length, pages, queries, paged_gqa_attention, paged_gqa_attention_reference, dim**-0.5, sizes, flops
+    )
+
+
+def _choices(device: torch.device, sets: int, tokens: int, experts: int, top_k: int) -> list[torch.Tensor]:
+    """Expert ids [tokens, top_k] of every set. For one token, sets that follow each other share no expert."""
+    if tokens == 1:
+        order = torch.randperm(experts, device=device)
+        disjoint = experts // top_k
+        return [order[i % disjoint * top_k :][:top_k][None] for i in range(sets)]
+    return [torch.rand(tokens, experts, device=device).topk(top_k, dim=-1).indices for _ in range(sets)]
+
+
+def experts_case(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, experts: int, top_k: int, size: int, intermediate: int
+) -> Case:
+    gate_up = _randn(device, dtype, experts, 2 * intermediate, size, std=size**-0.5)
+    down = _randn(device, dtype, experts, size, intermediate, std=intermediate**-0.5)
+    expert_bytes = 3 * size * intermediate * dtype.itemsize
+    sets = min(16, num_sets(device, min(tokens * top_k, experts) * expert_bytes)) if tokens > 1 else experts // top_k
+    choices = _choices(device, sets, tokens, experts, top_k)
+    inputs = [
+        (_randn(device, dtype, tokens, size), chosen, torch.rand(tokens, top_k, device=device).softmax(-1))
+        for chosen in choices
+    ]
+
+    def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        hidden, chosen, weights = inputs[0]
+        exact = torch.zeros(tokens, size, dtype=torch.float64, device=device)
+        for expert in chosen.unique().tolist():
+            rows = (chosen == expert).any(-1).nonzero()[:, 0]
+            only = torch.where(chosen[rows] == expert, 0, 1)  # id 0 of a model of one expert; id 1 is dropped
+            wide = (gate_up[expert : expert + 1].double(), down[expert : expert + 1].double())
+            exact[rows] += fused_experts_reference(hidden[rows].double(), only, weights[rows].double(), *wide)
+        yield fused_experts(hidden, chosen, weights, gate_up, down), exact
+
+    hit = sum(len(chosen.unique()) for chosen in choices) / sets
+    return Case(
+        [partial(fused_experts, *values, gate_up, down) for values in inputs],
+        check,
+        partial(fused_experts_reference, *inputs[0], gate_up, down),
+        hit * expert_bytes + 2 * tokens * size * dtype.itemsize,
+        6.0 * tokens * top_k * size * intermediate,
+    )
+
+
+def router_case(device: torch.device, dtype: torch.dtype, *, tokens: int, experts: int, rule: dict[str, Any]) -> Case:
+    sets = min(32, num_sets(device, tokens * experts * 4))
+    logits = [_randn(device, torch.float32, tokens, experts) for _ in range(sets)]
+    bias = _randn(device, torch.float32, experts, std=0.05) if rule["scoring"] == "sigmoid" else None
+
+    def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        weights, indices = route(logits[0], bias, **rule)
+        exact_weights, exact_indices = route_reference(logits[0], bias, **rule)
+        yield weights, exact_weights.double()
+        yield indices.double(), exact_indices.double()
+
+    num_bytes = tokens * (experts * 4 + rule["top_k"] * 12)
+    calls: list[Callable[[], Any]] = [partial(route, x, bias, **rule) for x in logits]
+    return Case(calls, check, partial(route_reference, logits[0], bias, **rule), num_bytes, 0.0)
+
+
+def rms_norm_case(device: torch.device, dtype: torch.dtype, *, tokens: int, size: int) -> Case:
+    num_bytes = 2 * tokens * size * dtype.itemsize
+    inputs = [_randn(device, dtype, tokens, size) for _ in range(num_sets(device, num_bytes))]
+    weight = 1 + _randn(device, dtype, size, std=0.1)
+
+    def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        wide = inputs[0].double()
+        exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+        yield rms_norm(inputs[0], weight, 1e-6), exact
+
+    calls: list[Callable[[], Any]] = [partial(rms_norm, x, weight, 1e-6) for x in inputs]
+    return Case(calls, check, partial(rms_norm_reference, inputs[0], weight, 1e-6), num_bytes, 0.0)
+
+
+V2_LITE: dict[str, Any] = dict(experts=64, top_k=6, size=2048, intermediate=1408)
+V3: dict[str, Any] = dict(experts=256, top_k=8, size=7168, intermediate=2048)
+V2_LITE_RULE: dict[str, Any] = dict(top_k=6, scoring="softmax", group_score=None, normalize=False, scale=1.0)
+V3_RULE: dict[str, Any] = dict(
+    top_k=8, num_groups=8, topk_groups=4, scoring="sigmoid", group_score="top2", normalize=True, scale=2.5
+)
+
+
+LATENT_POINTS = {
+    16: ((1, 1024), (1, 32768), (32, 1024), (32, 8192), (128, 1024), (128, 8192)),
+    128: ((1, 32768), (32, 8192), (128, 8192)),
+}
+GQA_HEADS = {"LLM-7B": (32, 32), "Qwen-7B": (28, 4), "Llama-70B": (64, 8)}
+GQA_POINTS = ((1, 1024), (32, 1024), (32, 8192))
+
+
+def gpu_shapes() -> list[Shape]:
+    shapes = []
+    for heads, points in LATENT_POINTS.items():
+        for batch, length in points:
+            build = partial(latent_case, heads=heads, batch=batch, length=length)
+            shapes.append(Shape("latent_attention", f"{heads} heads, {batch}x{length}", build))
+    for name, (heads, kv_heads) in GQA_HEADS.items():
+        for batch, length in GQA_POINTS:
+            build = partial(gqa_case, heads=heads, kv_heads=kv_heads, batch=batch, length=length)
+            shapes.append(Shape("gqa", f"{name} {heads}/{kv_heads}, {batch}x{length}", build))
+    for tokens in (1, 8, 32, 128, 1024, 8192):
+        shapes.append(Shape("experts", f"V2-Lite, {tokens} tokens", partial(experts_case, tokens=tokens, **V2_LITE)))
+    for tokens in (1, 32, 128):
+        shapes.append(Shape("experts", f"V3, {tokens} tokens", partial(experts_case, tokens=tokens, **V3)))
+    for name, experts, rule in (("V2-Lite", 64, V2_LITE_RULE), ("V3", 256, V3_RULE)):
+        for tokens in (1, 32, 128, 8192):
+            build = partial(router_case, tokens=tokens, experts=experts, rule=rule)
+            shapes.append(Shape("router", f"{name}, {tokens} tokens", build))
+    for tokens, size in ((1, 2048), (128, 2048), (8192, 2048), (1, 7168), (8192, 7168)):
+        shapes.append(Shape("rms_norm", f"{tokens}x{size}", partial(rms_norm_case, tokens=tokens, size=size)))
+    return shapes
+
+
+def cpu_shapes() -> list[Shape]:
+    """Small shapes that show that the torch implementations are right and how they compare with the references."""
+    tiny: dict[str, Any] = dict(experts=16, top_k=4, size=256, intermediate=128)
+    latent, gqa, experts = latent_case, partial(gqa_case, heads=8, kv_heads=2), partial(experts_case, **tiny)
+    router = partial(router_case, experts=64, rule=V2_LITE_RULE)
+    return [
+        Shape("latent_attention", "16 heads, 1x256", partial(latent, heads=16, batch=1, length=256)),
+        Shape("latent_attention", "16 heads, 4x256", partial(latent, heads=16, batch=4, length=256)),
+        Shape("gqa", "8/2 heads, 1x256", partial(gqa, batch=1, length=256)),
+        Shape("gqa", "8/2 heads, 4x256", partial(gqa, batch=4, length=256)),
+        Shape("experts", "16 of 256x128, 1 token", partial(experts, tokens=1)),
+        Shape("experts", "16 of 256x128, 64 tokens", partial(experts, tokens=64)),
+        Shape("router", "V2-Lite, 1 token", partial(router, tokens=1)),
+        Shape("router", "V2-Lite, 128 tokens", partial(router, tokens=128)),
+        Shape("rms_norm", "1x2048", partial(rms_norm_case, tokens=1, size=2048)),
+        Shape("rms_norm", "128x2048", partial(rms_norm_case, tokens=128, size=2048)),
+    ]
+
+
+OPS = ("latent_attention", "gqa", "experts", "router", "rms_norm")

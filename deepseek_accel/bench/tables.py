@@ -1,0 +1,247 @@
+"""Results as tables on the terminal, JSON files and pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import AccelError
+from .environment import describe
+
+
+def console(*, stderr: bool = False) -> Any:
+    """A rich console. Where output goes to a file, lines are as long as they need to be."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else 200)
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A function to call with what is done next. A bar on a terminal, else one line each; both on stderr."""
+    if not sys.stderr.isatty():
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        started = False
+
+        def step(text: str) -> None:
+            nonlocal started
+            bar.update(task, description=text, advance=int(started))
+            started = True
+
+        yield step
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits without an exponent, or "-"."""
+    if value is None:
+        return "-"
+    if value == 0 or abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}g}"
+    return text if "e" not in text else f"{value:.{digits + 3}f}"
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        words = i < left or i == len(columns) - 1
+        table.add_column(Text(column), justify="left" if words else "right", no_wrap=i < left)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def generate_table(result: dict[str, Any]) -> Any:
+    """One row per point and variant; times are medians, ratios are stock's time divided by the row's."""
+    columns = ["batch x prompt", "variant", "TTFT ms", "to stock", "ITL ms", "to stock", "tokens/s", "peak GiB"]
+    columns += ["KV bytes", "experts", "% of floor", "checked"]
+    rows = []
+    for row in result["rows"]:
+        peak = row["peak_bytes_above_weights"]
+        rows.append(
+            [
+                f"{row['batch']}x{row['prompt_length']}",
+                row["variant"],
+                number(row["ttft_ms"]),
+                ratio(row["ttft_ratio"]),
+                number(row["itl_ms"]),
+                ratio(row["itl_ratio"]),
+                number(row["tokens_per_second"]),
+                "n/a" if peak is None else f"{peak / 2**30:.2f}",
+                number(row["kv_bytes_per_token_and_layer"], 5),
+                number(row["experts_per_step"]),
+                number(row["percent_of_floor"]),
+                row["detail"] if row["status"] == "ok" else f"{row['status']}: {row['detail']}",
+            ]
+        )
+    first = result["rows"][0]
+    title = (
+        f"{describe(result['environment'])}\nmodel {first['model']}, {first['dtype']}, {first['new_tokens']} new tokens"
+    )
+    title += "; peak: above the weights; KV: per token and layer; experts: distinct, per step and layer"
+    if (copy := result["environment"].get("copy_bytes_per_second")) is not None:
+        title += f"\nfloor: weights touched and keys read at the measured copy speed of {copy / 1e9:,.0f} GB/s"
+    return _table(title, columns, rows)
+
+
+def ops_table(result: dict[str, Any]) -> Any:
+    """One row per op and shape."""
+    columns = ["op", "shape", "us", "GB/s", "TFLOP/s", "% of copy", "to reference", "error", "checked"]
+    rows = [
+        [
+            row["op"],
+            row["shape"],
+            number(row["microseconds"]),
+            number(row["gigabytes_per_second"]),
+            number(row["teraflops_per_second"]),
+            number(row["percent_of_copy"]),
+            ratio(row["reference_ratio"]),
+            "-" if row["error"] is None else f"{row['error']:.1e}",
+            "yes" if row["status"] == "ok" else f"{row['status']}: {row['detail']}",
+        ]
+        for row in result["rows"]
+    ]
+    facts = result["environment"]
+    dtype = result["rows"][0]["dtype"] if result["rows"] else ""
+    title = f"{describe(facts)}\n{dtype}, copy speed {facts['copy_bytes_per_second'] / 1e9:,.0f} GB/s"
+    return _table(title, columns, rows)
+
+
+def passes_table(title: str, passes: Sequence[dict[str, Any]]) -> Any:
+    """The rows of a Plan or a Report."""
+    rows = [
+        [
+            row["pass"],
+            row["status"],
+            row["effect"],
+            str(row["edits"]),
+            "; ".join([*(f"skipped {text}" for text in row["skipped"]), *row["notes"]]),
+        ]
+        for row in passes
+    ]
+    return _table(title, ["pass", "status", "effect", "edits", "why and how"], rows, left=3)
+
+
+def demo_view(result: dict[str, Any]) -> list[Any]:
+    """What `deepseek-accel demo` prints, top to bottom."""
+    rows = [
+        [
+            "first token, ms",
+            number(result["stock_ttft_ms"]),
+            number(result["optimized_ttft_ms"]),
+            ratio(result["ttft_ratio"]),
+        ],
+        [
+            "further token, ms",
+            number(result["stock_itl_ms"]),
+            number(result["optimized_itl_ms"]),
+            ratio(result["itl_ratio"]),
+        ],
+        ["cache, bytes", f"{result['stock_cache_bytes']:,}", f"{result['optimized_cache_bytes']:,}", ""],
+    ]
+    title = (
+        f"{describe(result['environment'])}\nmodel {result['model']}, {result['dtype']}, 1x{result['prompt_tokens']}"
+    )
+    times = _table(f"{title}, {result['new_tokens']} new tokens", ["", "stock", "optimized", "faster"], rows, left=1)
+    same = "the same tokens" if result["tokens_equal"] else "DIFFERENT TOKENS"
+    views: list[Any] = [
+        f"prompt ends with:\n{result['prompt_end']}\n",
+        f"continuation (stock and optimized: {same}):\n{result['continuation']}\n",
+    ]
+    if not result["tokens_equal"]:
+        views.append(f"stock's continuation:\n{result['stock_continuation']}\n")
+    views += [times, passes_table("what optimize(model) did", result["report"]["passes"])]
+    back = "gives stock's tokens again" if result["restored_tokens_equal_stock"] else "does NOT give stock's tokens"
+    return [*views, f"restore(model): the model {back}."]
+
+
+def plan_view(result: dict[str, Any]) -> list[Any]:
+    """What `deepseek-accel plan` prints."""
+    lines = [
+        f"{result['architecture']} ({result['model_type']}), {result['layers']} layers, on {result['device']}",
+        f"parameters: {result['parameters']:,}, {result['weight_bytes']:,} bytes in {result['dtype']}",
+        f"cache: {result['cache_bytes_per_token']:,} bytes per token, "
+        f"{result['cache_bytes_per_token_and_layer']:,} of each layer",
+        *result["remarks"],
+    ]
+    return ["\n".join(lines), passes_table("what optimize(model) would do", result["passes"])]
+
+
+def write_json(path: str, result: dict[str, Any]) -> None:
+    """Write the result. Infinite and NaN numbers become null."""
+    Path(path).write_text(to_json(result) + "\n", encoding="utf-8")
+
+
+def to_json(result: dict[str, Any]) -> str:
+    return json.dumps(_plain(result), indent=1, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def require_pyplot() -> Any:
+    """matplotlib.pyplot, drawing to files only. Raises AccelError if it is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise AccelError(
+            "a picture needs matplotlib, which is not installed: `pip install 'deepseek-accel[plots]'`"
+        ) from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as pyplot
+
+    return pyplot
+
+
+def write_png(path: str, result: dict[str, Any]) -> None:
+    """Grouped bars: time per further token and time to the first token, by point and variant."""
+    pyplot = require_pyplot()
+    rows = result["rows"]
+    points = list(dict.fromkeys(f"{row['batch']}x{row['prompt_length']}" for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    times = {(f"{row['batch']}x{row['prompt_length']}", row["variant"]): row for row in rows}
+    figure, axes = pyplot.subplots(1, 2, figsize=(6 + 1.2 * len(points), 4.5), layout="constrained")
+    for axis, key, label in zip(
+        axes, ("itl_ms", "ttft_ms"), ("ms per further token", "ms to the first token"), strict=True
+    ):
+        width = 0.8 / len(variants)
+        for i, variant in enumerate(variants):
+            heights = [times[point, variant][key] or 0.0 if (point, variant) in times else 0.0 for point in points]
+            places = [j + (i - (len(variants) - 1) / 2) * width for j in range(len(points))]
+            bars = axis.bar(places, heights, width, label=variant)
+            axis.bar_label(bars, [number(h) if h else "" for h in heights], fontsize=7, rotation=90, padding=2)
+        axis.set_xticks(range(len(points)), points)
+        axis.set_xlabel("batch x prompt")
+        axis.set_ylabel(label)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    figure.suptitle(f"{rows[0]['model']}, {rows[0]['dtype']}\n{describe(result['environment'])}", fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

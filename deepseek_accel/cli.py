@@ -1,0 +1,242 @@
+"""The command `deepseek-accel`.
+
+Exit codes: 0 done, 1 a comparison failed, 2 wrong input, 3 a wrong result was not timed.
+Results go to stdout, progress and messages to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import AccelError
+
+DEVICE_HELP = "auto (default), cpu, cuda or cuda:N"
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    from .bench import demo, tables
+
+    with tables.progress(demo.num_steps(arguments.repeats)) as step:
+        result = demo.run(
+            arguments.prompt, arguments.max_new_tokens, arguments.device, arguments.dtype, arguments.repeats, step
+        )
+    if arguments.json:
+        print(tables.to_json(result))
+    else:
+        console = tables.console()
+        for part in tables.demo_view(result):
+            console.print(part)
+    return demo.exit_code(result)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    from .bench import tables
+
+    result = checkpoint_plan(arguments.model_dir, arguments.config, arguments.device)
+    if arguments.json:
+        print(tables.to_json(result))
+    else:
+        console = tables.console()
+        for part in tables.plan_view(result):
+            console.print(part)
+    return 0
+
+
+def checkpoint_plan(directory: str, config: str | None = None, device_name: str = "auto") -> dict[str, Any]:
+    """The plan for a local checkpoint, and its sizes. No weight is read and none of the checkpoint's code is run."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from . import api, families
+    from .bench.environment import dtype_name, resolve_device
+    from .bench.shapes import local_config
+    from .config import OptimizeConfig
+    from .errors import UnsupportedModelError
+    from .passes.kv_cache import KVCache
+
+    options = OptimizeConfig.lossless() if config is None else OptimizeConfig.from_json(config)
+    device = resolve_device(device_name)
+    model_config = local_config(directory)
+    remarks = []
+    if (quantized := getattr(model_config, "quantization_config", None)) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        remarks.append(f"the checkpoint is stored as {method}; sizes are of the weights in the dtype above")
+        del model_config.quantization_config
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config).eval()
+    except ValueError as error:
+        raise UnsupportedModelError(f"transformers has no language model for {directory!r}: {error}") from error
+    place(model, device)
+    intended = api.plan(model, options)
+    family = families.find(model)
+    layers = len(family.layers(model))
+    cache = KVCache().describe(model, family)["bytes_per_token_and_layer"]
+    return {
+        "model_dir": directory,
+        "model_type": intended.model_type,
+        "architecture": type(model).__name__,
+        "layers": layers,
+        "device": str(device),
+        "dtype": dtype_name(model.dtype),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "cache_bytes_per_token": cache * layers,
+        "cache_bytes_per_token_and_layer": cache,
+        "remarks": remarks,
+        "passes": intended.rows(),
+    }
+
+
+def place(model: Any, device: Any) -> None:
+    """Give every parameter of a model on "meta" the device, without the memory: one number, seen from every index.
+
+    Passes ask the parameters where the model is, and plan for that device.
+    """
+    from torch import nn
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                number = parameter.new_zeros((), device=device)
+                module._parameters[name] = nn.Parameter(number.expand(parameter.shape), requires_grad=False)
+    model.tie_weights()
+
+
+def bench_generate(arguments: argparse.Namespace) -> int:
+    from .bench import generate, tables
+    from .bench.environment import resolve_device
+    from .bench.shapes import Point
+
+    if arguments.png:
+        tables.require_pyplot()
+    gpu = _is_gpu(resolve_device, arguments.device)
+    points = arguments.points or ("1x1024,8x1024,32x1024,128x1024,1x8192,1x32768" if gpu else "1x64,1x2048")
+    options = generate.Options(
+        model=arguments.model or ("v2-lite" if gpu else "tiny"),
+        points=Point.parse_list(points),
+        new_tokens=arguments.new_tokens,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        passes=arguments.passes,
+        ablate=arguments.ablate,
+        repeats=arguments.repeats,
+        skip_stock=arguments.skip_stock,
+        only_stock=arguments.only_stock,
+    )
+    with tables.progress(1 + len(options.points) * len(options.configs())) as step:
+        result = generate.run(options, step)
+    result["command"] = arguments.command_line
+    _write(arguments, result)
+    tables.console().print(tables.generate_table(result))
+    return _end(result["rows"], generate.exit_code(result["rows"]))
+
+
+def bench_ops(arguments: argparse.Namespace) -> int:
+    from .bench import generate, op_cases, ops, tables
+
+    chosen = arguments.op.split(",") if arguments.op else op_cases.OPS
+    with tables.progress(ops.num_shapes(chosen, arguments.device)) as step:
+        result = ops.run(chosen, arguments.device, arguments.dtype, step)
+    result["command"] = arguments.command_line
+    _write(arguments, result)
+    tables.console().print(tables.ops_table(result))
+    return _end(result["rows"], generate.exit_code(result["rows"]))
+
+
+def _is_gpu(resolve_device: Any, name: str) -> bool:
+    try:
+        return bool(resolve_device(name).type == "cuda")
+    except AccelError:  # said in the rows
+        return name.startswith("cuda")
+
+
+def _write(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    from .bench import tables
+
+    try:
+        if arguments.json:
+            tables.write_json(arguments.json, result)
+        if getattr(arguments, "png", None):
+            tables.write_png(arguments.png, result)
+    except OSError as error:
+        print(f"deepseek-accel: could not write: {error}", file=sys.stderr)
+
+
+def _end(rows: Sequence[dict[str, Any]], code: int) -> int:
+    if code == 3:
+        wrong = sum(row["status"] == "wrong" for row in rows)
+        print(f"deepseek-accel: {wrong} result(s) are wrong and were not timed; see the table", file=sys.stderr)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    from . import __version__
+
+    top = argparse.ArgumentParser(prog="deepseek-accel", description="Make Hugging Face DeepSeek models fast in place.")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("demo", help="the bundled model, stock and optimized side by side")
+    command.add_argument("--prompt", help="text to continue (default: 2,000 tokens of code the model has not seen)")
+    command.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
+    _place_arguments(command, "float32 (default), bfloat16 or float16")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    command.set_defaults(run=demo)
+
+    command = commands.add_parser("plan", help="what optimize() would do to a checkpoint, without loading its weights")
+    command.add_argument("model_dir", metavar="MODEL_DIR", help="the directory of a downloaded checkpoint")
+    command.add_argument("--config", metavar="FILE_OR_JSON", help="such as '{\"attention\": {}}' (default: lossless)")
+    command.add_argument("--device", default="auto", help=DEVICE_HELP)
+    command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    command.set_defaults(run=plan)
+
+    benches = commands.add_parser("bench", help="measure").add_subparsers(
+        title="benches", required=True, metavar="BENCH"
+    )
+    _bench_generate_arguments(benches.add_parser("generate", help="whole models, stock against optimized"))
+    command = benches.add_parser("ops", help="single ops against their references")
+    command.add_argument(
+        "--op", metavar="OP,...", help="latent_attention, gqa, experts, router, rms_norm (default: all)"
+    )
+    _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
+    command.set_defaults(run=bench_ops)
+    return top
+
+
+def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
+    models = "v2-lite, v3-4layer, llm-7b, r1-distill-qwen-7b (random weights), tiny, or a checkpoint directory"
+    command.add_argument("--model", help=f"{models} (default: v2-lite on a GPU, tiny on a CPU)")
+    command.add_argument("--points", metavar="BxP,...", help="batch x prompt tokens, such as 1x1024,8x1024")
+    command.add_argument("--new-tokens", type=int, default=64, metavar="N", help="per sequence (default 64)")
+    _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.add_argument("--passes", default="all", help="such as attention,kv_cache (default: all lossless ones)")
+    command.add_argument("--ablate", action="store_true", help="also each pass alone")
+    command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
+    command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
+    command.add_argument("--png", metavar="FILE", help="draw the times (needs matplotlib)")
+    command.add_argument("--skip-stock", action="store_true", help="check against stock, but do not time it")
+    command.add_argument("--only-stock", action="store_true", help="time stock alone")
+    command.set_defaults(run=bench_generate)
+
+
+def _place_arguments(command: argparse.ArgumentParser, dtypes: str) -> None:
+    command.add_argument("--device", default="auto", help=DEVICE_HELP)
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtypes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(words)
+    arguments.command_line = ["deepseek-accel", *words]
+    try:
+        return int(arguments.run(arguments))
+    except AccelError as error:
+        print(f"deepseek-accel: {error}", file=sys.stderr)
+        return 2
