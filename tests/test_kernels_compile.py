@@ -28,7 +28,18 @@ ATTENTION_KERNELS = [
     ("mla_attention", "mla_attention_kernel"),
 ]
 # Kernels that must be among the discovered cases, so that none silently loses its cases.
-KERNELS = [*ATTENTION_KERNELS]
+KERNELS = [
+    *ATTENTION_KERNELS,
+    ("experts", "pair_gate_up_kernel"),
+    ("experts", "pair_down_kernel"),
+    ("experts", "sort_kernel"),
+    ("experts", "tile_gate_up_kernel"),
+    ("experts", "tile_down_kernel"),
+    ("experts", "combine_kernel"),
+    ("latent_write", "latent_write_kernel"),
+    ("rms_norm", "rms_norm_kernel"),
+    ("router", "route_kernel"),
+]
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def interpreted() -> dict[str, bool]:
     results = {}
 
     def compare(name, x, weight):
-        ours, expected = launch(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6)
+        ours, expected = launch(x, weight, 1e-6)[0], rms_norm_reference(x, weight, 1e-6)
         tolerance = 1e-5 if ours.dtype == torch.float32 else 2e-3
         close = torch.allclose(ours.double(), expected.double(), rtol=tolerance, atol=tolerance)
         results[name] = close and ours.dtype == expected.dtype and ours.shape == expected.shape
@@ -97,7 +97,7 @@ def interpreted() -> dict[str, bool]:
     compare("every-other", x[..., ::2], weight[::2])
     compare("mixed", x.half(), weight)
     x[1, 2] = float("nan")
-    ours = launch(x, weight, 1e-6)
+    ours = launch(x, weight, 1e-6)[0]
     results["nan-stays-in-its-row"] = int(ours.isnan().any(-1).sum()) == 1
     return results
 
@@ -106,3 +106,20 @@ def test_kernel_in_the_interpreter():
     results = interpret(interpreted)
     assert len(results) == 2 * len(CASES) + 7
     assert [name for name, right in results.items() if not right] == []
+
+
+def fused_residual_error(dtype: torch.dtype) -> float:
+    generator = torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(2, 3, 33, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(33, generator=generator).to(dtype)
+    from deepseek_accel.kernels.rms_norm import launch
+
+    normed, total = launch(x, weight, 1e-6, residual)
+    assert torch.equal(total, x + residual)
+    expected = rms_norm_reference(x + residual, weight, 1e-6)
+    return (normed.float() - expected.float()).abs().max().item()
+
+
+def test_residual_is_added_before_the_norm():
+    assert interpret(fused_residual_error, torch.float32) < 1e-5
+    assert interpret(fused_residual_error, torch.float16) < 1e-2

@@ -358,8 +358,9 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
         return _result(torch.device("cpu"), failed_rows(options, list(configs), error))
     try:
         dtype = resolve_dtype(options.dtype, device)
-        step(f"loading {options.model}")
-        subject = load(options.model, device, dtype) if subject is None else subject
+        if subject is None:
+            step(f"loading {options.model}")
+            subject = load(options.model, device, dtype)
     except torch.OutOfMemoryError as error:
         return _result(device, failed_rows(options, list(configs), error))
     rows: list[Row] = []

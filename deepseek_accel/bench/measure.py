@@ -34,8 +34,9 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.ones(COPY_BYTES.get(device.type, 1 << 27), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    times = [seconds(lambda: target.copy_(source), device)[0] for _ in range(7)]
-    return 2 * source.numel() / statistics.median(times)
+    copies = 5
+    times = [seconds(lambda: [target.copy_(source) for _ in range(copies)], device)[0] for _ in range(7)]
+    return 2 * copies * source.numel() / statistics.median(times)
 
 
 def l2_bytes(device: torch.device) -> int:
@@ -61,7 +62,7 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], device: torch.device, repe
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):  # compiles the kernels, which a capture must not
-        for call in calls[:3]:
+        for call in calls:
             call()
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)

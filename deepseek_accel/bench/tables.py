@@ -48,7 +48,7 @@ def number(value: float | None, digits: int = 3) -> str:
         return "-"
     if value == 0 or abs(value) >= 10**digits:
         return f"{value:,.0f}"
-    text = f"{value:.{digits}g}"
+    text = f"{value:#.{digits}g}".rstrip(".")
     return text if "e" not in text else f"{value:.{digits + 3}f}"
 
 
@@ -87,7 +87,7 @@ def generate_table(result: dict[str, Any]) -> Any:
                 ratio(row["itl_ratio"]),
                 number(row["tokens_per_second"]),
                 "n/a" if peak is None else f"{peak / 2**30:.2f}",
-                number(row["kv_bytes_per_token_and_layer"], 5),
+                "-" if row["kv_bytes_per_token_and_layer"] is None else f"{row['kv_bytes_per_token_and_layer']:,.0f}",
                 number(row["experts_per_step"]),
                 number(row["percent_of_floor"]),
                 row["detail"] if row["status"] == "ok" else f"{row['status']}: {row['detail']}",
@@ -242,6 +242,9 @@ def write_png(path: str, result: dict[str, Any]) -> None:
         axis.margins(y=0.15)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
-    figure.suptitle(f"{rows[0]['model']}, {rows[0]['dtype']}\n{describe(result['environment'])}", fontsize=8)
+    figure.suptitle(
+        f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['new_tokens']} new tokens\n{describe(result['environment'])}",
+        fontsize=8,
+    )
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -148,18 +148,31 @@ class PagedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, _, count, _ = key_states.shape
+        start = self.length
+        self._extend(rows, count)
+        if count:
+            self._write(key_states.detach(), value_states.detach(), start, self.length)
+        pages = self._pages((key_states, value_states) if start == 0 else None)
+        return (pages, pages) if self._reader.reads_pages() else pages.gather()
+
+    def append(self, rows: int, count: int) -> tuple[Pages, torch.Tensor]:
+        """Make room for `count` more tokens per row, which the caller writes itself.
+
+        Returns the pages with the new tokens counted in, and the tokens' slots [rows * count] in the flat storage.
+        The layer must hold tokens already. Raises as `update`.
+        """
+        start = self.length
+        self._extend(rows, count)
+        return self._pages(), self.pool.slots(start, self.length)
+
+    def _extend(self, rows: int, count: int) -> None:
         if rows != self.pool.num_rows:
             raise ValueError(
                 f"this cache holds {self.pool.num_rows} sequences, the new keys are of {rows}. "
                 "Use a new cache, or call `cache.reset()` first."
             )
-        start, stop = self.length, self.length + count
-        self._pools.extend(self.pool, start, stop, self.record_past)
-        if count:
-            self._write(key_states.detach(), value_states.detach(), start, stop)
-        self.length = stop
-        pages = self._pages((key_states, value_states) if start == 0 else None)
-        return (pages, pages) if self._reader.reads_pages() else pages.gather()
+        self._pools.extend(self.pool, self.length, self.length + count, self.record_past)
+        self.length += count
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
         flat = self.pool.storages[self._layer].flatten(0, 1)
@@ -338,7 +351,8 @@ def paged_cache(
     """A paged cache for `model`, optimized or not, to be passed to `model(...)` or `model.generate(...)`.
 
     page_size: tokens per page, a power of two >= 16. max_pages: most pages in one block table before CacheFullError;
-    None grows. Layers on another device or with another window have a table of their own. reserve_tokens: memory to take at once, in tokens per sequence; more is taken as needed.
+    None grows. Layers on another device or with another window have a table of their own. reserve_tokens: memory to
+    take at once, in tokens per sequence; more is taken as needed.
 
     Raises UnsupportedModelError if the model's cache holds more than keys and values, PlanError on a bad size.
     """

@@ -71,6 +71,10 @@ class Family:
         """The selection rule of one router, read from the router itself."""
         raise NotImplementedError(f"{self.model_type} has no router")
 
+    def rotation(self, attention: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
+        """(layout, cos, sin) as `ops.latent_write` takes them, of what the decoder hands its layers."""
+        raise NotImplementedError(f"{self.model_type} does not rotate latents")
+
     def sliding_window(self, attention: Any) -> int | None:
         """The window of one attention layer in tokens, or None if it sees every key."""
         return None

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from .base import Family, RouterRule
 
 
@@ -17,6 +19,10 @@ class DeepseekV2(Family):
             normalize=False,  # transformers ignores `norm_topk_prob` for V2, and no published V2 checkpoint sets it
             scale=gate.routed_scaling_factor,
         )
+
+    def rotation(self, attention: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
+        angles = torch.view_as_real(position_embeddings)  # e^(i angle) per pair: [B, S, R / 2]
+        return "pairs", angles[..., 0], angles[..., 1]
 
 
 FAMILY = DeepseekV2("deepseek_v2", attention="mla")

@@ -17,5 +17,11 @@ class DeepseekV3(Family):
             scale=gate.routed_scaling_factor,
         )
 
+    def rotation(self, attention: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
+        cos, sin = position_embeddings  # each [B, S, R], the R / 2 angles twice
+        half = cos.shape[-1] // 2
+        layout = "pairs_to_halves" if attention.config.rope_interleave else "halves"
+        return layout, cos[..., :half], sin[..., :half]
+
 
 FAMILY = DeepseekV3("deepseek_v3", attention="mla")

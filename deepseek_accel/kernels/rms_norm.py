@@ -10,7 +10,9 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["inner"])
 def rms_norm_kernel(
     x,  # [outer, inner, D]
+    residual,  # [outer * inner, D], contiguous; used if ADD
     weight,  # [D]
+    total,  # [outer * inner, D], contiguous; x + residual, written if ADD
     out,  # [outer * inner, D], contiguous
     inner,
     outer_stride,
@@ -18,12 +20,17 @@ def rms_norm_kernel(
     eps,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < D
     start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
     value = tl.load(x + start + columns, mask=mask, other=0.0)
+    if ADD:
+        other = tl.load(residual + row.to(tl.int64) * D + columns, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+        tl.store(total + row.to(tl.int64) * D + columns, value, mask=mask)
     scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     wide = value.to(tl.float32)
     normal = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
@@ -43,17 +50,23 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-2], size)
 
 
-def launch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of x, x), or with a residual (norm of x + residual, x + residual)."""
     size = x.shape[-1]
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     if out.numel() == 0:
-        return out
+        return out, total
     rows = _as_rows(x)
     block = triton.next_power_of_2(size)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
             rows,
+            x if residual is None else residual.contiguous(),
             weight.contiguous(),
+            total,
             out,
             rows.shape[1],
             rows.stride(0),
@@ -61,16 +74,19 @@ def launch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
             eps,
             D=size,
             BLOCK_D=block,
+            ADD=residual is not None,
             num_warps=min(8, max(1, block // 512)),
         )
-    return out
+    return out, total
 
 
 def compile_cases() -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of the shapes of V2-Lite and V3 in bf16."""
     signature = {
         "x": "*bf16",
+        "residual": "*bf16",
         "weight": "*bf16",
+        "total": "*bf16",
         "out": "*bf16",
         "inner": "i32",
         "outer_stride": "i64",
@@ -78,10 +94,13 @@ def compile_cases() -> list[tuple]:
         "eps": "fp32",
         "D": "constexpr",
         "BLOCK_D": "constexpr",
+        "ADD": "constexpr",
     }
     cases = []
     for name, size in (("latent", 512), ("v3-query", 1536), ("v2-lite-hidden", 2048), ("v3-hidden", 7168)):
         block = triton.next_power_of_2(size)
         options = {"num_warps": min(8, max(1, block // 512)), "num_stages": 3}
-        cases.append((f"rms_norm-{name}", rms_norm_kernel, signature, {"D": size, "BLOCK_D": block}, options))
+        for add in (False, True):
+            fixed = {"D": size, "BLOCK_D": block, "ADD": add}
+            cases.append((f"rms_norm-{name}{'-add' * add}", rms_norm_kernel, signature, fixed, options))
     return cases

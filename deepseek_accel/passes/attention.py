@@ -29,7 +29,7 @@ from ..ops.mla_attention import (
     project_values,
 )
 from ..plan import Context, Edit, Note, Skip
-from .base import Pass
+from .base import Pass, needs_gradients
 
 INTERFACE = "deepseek_accel"
 
@@ -110,7 +110,7 @@ def attend_latents(
     paged = hasattr(key, "pool")
     num_keys = key.length if paged else key.shape[-2]
     stock_reason = why_stock(module, seam, query, num_keys, mask, dropout, kwargs)
-    reason = stock_reason or why_expand(module, query, num_keys)
+    reason = stock_reason or why_expand(module, query, query.shape[2], num_keys)
     indices = kwargs.get("indices")
     if reason is not None:
         seam.count(f"expanded ({reason})")
@@ -130,26 +130,36 @@ def attend_latents(
     w_uk, w_uv = absorbed_weights(module)
     q_nope, q_rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
     q_latent, q_rope = absorb_query(q_nope, w_uk), q_rope.transpose(1, 2)
-    causal = mask is None and query.shape[2] > 1
-    if paged and uses_triton(query.device):
-        pool = key.pool
-        out = latent_attention(
-            q_latent,
-            q_rope,
-            key.storage,
-            pool.block_table(),
-            pool.lengths(key.length),
-            key.length,
-            scale,
-            module.kv_lora_rank,
-            causal=causal,
-            starts=None if mask is None else pool.first_visible(mask),
-            mask=mask,
-        )
+    if paged:
+        out = attend_pages(q_latent, q_rope, key, scale, mask)
     else:
-        latent, k_rope = key.gather() if paged else (key, value)
-        out = dense_latent_attention(q_latent, q_rope, latent, k_rope, scale, mask, causal, indices)
+        causal = mask is None and query.shape[2] > 1
+        out = dense_latent_attention(q_latent, q_rope, key, value, scale, mask, causal, indices)
     return project_values(out, w_uv), None
+
+
+def attend_pages(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, pages: Any, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Absorbed attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over the latents in `pages`: [B, S, H, C]."""
+    causal = mask is None and q_latent.shape[1] > 1
+    if not uses_triton(q_latent.device):
+        latent, k_rope = pages.gather()
+        return dense_latent_attention(q_latent, q_rope, latent, k_rope, scale, mask, causal)
+    pool = pages.pool
+    return latent_attention(
+        q_latent,
+        q_rope,
+        pages.storage,
+        pool.block_table(),
+        pool.lengths(pages.length),
+        pages.length,
+        scale,
+        pages.key_dim,
+        causal=causal,
+        starts=None if mask is None else pool.first_visible(mask),
+        mask=mask,
+    )
 
 
 def attend_grouped(
@@ -194,13 +204,13 @@ def why_stock(
     module: Any, seam: Seam, query: torch.Tensor, num_keys: int, mask: Any, dropout: float, kwargs: dict[str, Any]
 ) -> str | None:
     """Why this call must run the attention the model was loaded with, or None if ours computes the same."""
-    if torch.is_grad_enabled() and (query.requires_grad or any(p.requires_grad for p in module.parameters())):
+    if needs_gradients(module, query):
         return "gradients"
     if dropout:
         return "dropout"
     implementation = seam.stock_implementation
     if implementation == "eager" and (
-        kwargs.get("output_attentions") or seam.stock_config.output_attentions or module._forward_hooks
+        kwargs.get("output_attentions") or seam.stock_config.output_attentions or has_listeners(module)
     ):
         return "attention weights wanted"
     if implementation not in ("eager", "sdpa") and (query.shape[2] > 1 or mask is not None):
@@ -214,20 +224,33 @@ def why_stock(
     return None
 
 
-def why_expand(module: Any, query: torch.Tensor, num_keys: int) -> str | None:
+def has_listeners(module: nn.Module) -> bool:
+    """Whether someone hooked this module. transformers leaves its own recording hooks in place once they were used."""
+    hooks = module._forward_hooks.values()
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+
+
+def is_plain(linear: Any, like: torch.Tensor) -> bool:
+    """Whether `linear` is nothing but its weight: not wrapped, quantized, hooked, offloaded or of another dtype."""
+    return (
+        type(linear) is nn.Linear
+        and "forward" not in vars(linear)
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+        and linear.weight.dtype == like.dtype
+        and linear.weight.device == like.device
+    )
+
+
+def why_expand(module: Any, like: torch.Tensor, num_queries: int, num_keys: int) -> str | None:
     """Why expanding the latents is right or cheaper than absorbing the projection into query and output, or None."""
-    linear = module.kv_b_proj
-    plain = type(linear) is nn.Linear and "forward" not in vars(linear) and linear.bias is None
-    if not plain or linear._forward_hooks or linear._forward_pre_hooks or linear.weight.device != query.device:
+    if not is_plain(module.kv_b_proj, like) or module.kv_b_proj.bias is not None:
         return "kv_b_proj is wrapped, quantized, hooked or elsewhere"
-    if linear.weight.dtype != query.dtype:
-        return "dtype of kv_b_proj"
     # multiply-adds per head and row: what is expanded or absorbed costs C (N + V) a token, then each score and value
     c, r = module.kv_lora_rank, module.qk_rope_head_dim
     n, v = module.qk_nope_head_dim, module.v_head_dim
-    s, t = query.shape[2], num_keys
-    absorbed = s * c * (n + v) + s * t * (2 * c + r)
-    expanded = t * c * (n + v) + s * t * (n + r + v)
+    absorbed = num_queries * (c * (n + v) + num_keys * (2 * c + r))
+    expanded = num_keys * (c * (n + v) + num_queries * (n + r + v))
     return "prefill" if expanded <= absorbed else None
 
 

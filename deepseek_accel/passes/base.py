@@ -6,10 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ..families.base import Family
 from ..plan import Context, Edit, Note, Skip
+
+
+def needs_gradients(module: nn.Module, *inputs: torch.Tensor) -> bool:
+    """Whether autograd will want this call's gradients, for which our kernels have no backward."""
+    return torch.is_grad_enabled() and (
+        any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
+    )
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,7 @@ from ..ops.choice import why_not_triton
 from ..ops.experts import fused_experts
 from ..ops.router import route
 from ..plan import Context, Edit, Note, Skip
-from .base import Pass
-
-
-def needs_gradients(module: nn.Module, *inputs: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and (
-        any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
-    )
+from .base import Pass, needs_gradients
 
 
 def gate_forward(

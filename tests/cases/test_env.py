@@ -83,6 +83,7 @@ def test_N01_no_triton_no_gpu():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_N01_other_platforms():
     """Windows and macOS, where there is no Triton."""
     for platform in ("win32", "darwin"):

@@ -26,7 +26,7 @@ import pytest
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
 
-COMPILED = "takes minutes of torch.compile or torch.export; run with --with-compile"
+COMPILED = "torch.compile or torch.export, which may outlast the timeout; run with --with-compile"
 
 # Not run, and why. A test is left out if its name contains the key.
 LEFT_OUT = {
@@ -193,7 +193,7 @@ class Recorder:
         document = {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
-            "tests_are": "its own model tests" if theirs else "its common test mixins over small configs of ours",
+            "tests_are": "their own model tests" if theirs else "their common test mixins over small configs of ours",
             "left_out": self.left_out,
             "tests": self.outcomes,
         }

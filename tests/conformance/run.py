@@ -62,7 +62,7 @@ def table(stock: dict[str, Any], optimized: dict[str, Any], note: str = "") -> s
         "",
         f"{optimized['tests_are'].capitalize()}, torch {optimized['torch']}.{note and ' ' + note}",
         "",
-        "| family | tests | skipped | tests that build a model | fail stock | fail optimized | fail only optimized |",
+        "| family | tests | skipped | on optimized models | fail stock | fail optimized | fail only optimized |",
         "|---|---|---|---|---|---|---|",
         *(f"| {family} | {' | '.join(map(str, row))} |" for family, row in sorted(counts.items())),
         "",

@@ -12,7 +12,7 @@ from deepseek_accel.testing import assert_accurate, tiny_model
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NEW_TOKENS = 20
-# Large enough for every kernel, with head dims as in real models.
+# Larger than the tiny models' own. With seed 6 the tokens vary and every choice has a margin above 5e-3.
 SIZES = {
     "deepseek_v3": dict(kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=48, head_dim=16),
     "llama": dict(hidden_size=128),
@@ -33,7 +33,7 @@ def exact_matmuls():
 
 
 def make(model_type, dtype=torch.float32):
-    return tiny_model(model_type, num_hidden_layers=4, **SIZES[model_type]).to(dtype)
+    return tiny_model(model_type, seed=6, num_hidden_layers=4, **SIZES[model_type]).to(dtype)
 
 
 def prompts(rows=1, length=23):
