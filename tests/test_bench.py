@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepseek_accel import AccelError, cli, report
-from deepseek_accel.bench import accuracy, generate, measure, op_cases, ops, shapes, tables
+from deepseek_accel.bench import accuracy, generate, greedy, measure, op_cases, ops, shapes, tables
 from deepseek_accel.bench.accuracy import Sample, compare
 from deepseek_accel.bench.shapes import Point, Subject
 from deepseek_accel.passes import attention as attention_pass
@@ -151,14 +151,14 @@ def test_stock_alone():
 
 
 def test_out_of_memory_is_a_row(monkeypatch):
-    right = generate.generate
+    right = greedy.generate
 
     def small(model, prompt, new_tokens, **kwargs):
         if prompt.shape[0] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
         return right(model, prompt, new_tokens, **kwargs)
 
-    monkeypatch.setattr(generate, "generate", small)
+    monkeypatch.setattr(greedy, "generate", small)
     result = generate.run(options(points=(Point(4, 33), Point(2, 33))), subject=subject())
     assert [row["status"] for row in result["rows"]] == ["error", "error", "ok", "ok"]
     assert result["rows"][0]["detail"] == "out of memory"
@@ -166,14 +166,14 @@ def test_out_of_memory_is_a_row(monkeypatch):
 
 
 def test_ours_is_timed_unchecked_where_stock_does_not_fit(monkeypatch):
-    right = generate.generate
+    right = greedy.generate
 
     def small(model, prompt, new_tokens, **kwargs):
         if not report(model).optimized:
             raise torch.OutOfMemoryError
         return right(model, prompt, new_tokens, **kwargs)
 
-    monkeypatch.setattr(generate, "generate", small)
+    monkeypatch.setattr(greedy, "generate", small)
     stock, ours = generate.run(options(), subject=subject())["rows"]
     assert stock["status"] == "error" and ours["status"] == "ok"
     assert ours["detail"] == "not checked: stock ran out of memory" and ours["itl_ms"] is not None
@@ -190,11 +190,22 @@ def test_a_missing_model_is_named(capsys):
     assert "v2-lite" in capsys.readouterr().err
 
 
+def test_every_token_is_timed():
+    model = tiny_model("deepseek_v3")
+    prompt = Subject("x", model).prompt(Point(2, 20))
+    expected = greedy.generate(model, prompt, 5)
+    first, rest, output = greedy.timed(model, prompt, 5)
+    assert first > 0 and rest > 0 and torch.equal(output, expected)
+    clock = greedy.Clock()
+    greedy.generate(model, prompt, 5, streamer=clock)
+    assert len(clock.moments) == 1 + 5 and clock.moments == sorted(clock.moments)
+
+
 def test_an_ended_sequence_is_as_long_as_the_others():
     model = tiny_model("deepseek_v3")
     prompt = Subject("x", model).prompt(Point(1, 20))
     model.generation_config.eos_token_id = list(range(128))
-    assert generate.generate(model, prompt, 7).shape == (1, 27)
+    assert greedy.generate(model, prompt, 7).shape == (1, 27)
     assert model.generation_config.eos_token_id == list(range(128))
 
 
@@ -291,7 +302,7 @@ def test_nan_never_passes(noise):
 def test_noise_is_about_half_a_unit_in_the_last_place_times_depth():
     model = tiny_model("deepseek_v3").to(torch.bfloat16)
     prompt = Subject("x", model).prompt(Point(2, 30))
-    noise = accuracy.stock_noise(model, prompt, generate.sample(model, prompt, 5))
+    noise = accuracy.stock_noise(model, prompt, greedy.sample(model, prompt, 5))
     assert noise.shape == (2, 5) and 1e-3 < noise.median() < 0.1
     assert not model.get_input_embeddings()._forward_hooks
 
@@ -303,7 +314,7 @@ def test_random_routers_spread_tokens_over_all_experts(name, experts, chosen):
     for batch in (1, 8, 32):
         prompt = Subject("x", model).prompt(Point(batch, 17))
         with generate.counted_experts(model, batch) as counts:
-            generate.generate(model, prompt, 6)
+            greedy.generate(model, prompt, 6)
         expected = experts * (1 - (1 - chosen / experts) ** batch)  # independent and uniform
         assert sum(counts) / len(counts) == pytest.approx(expected, rel=0.08)
 

@@ -5,7 +5,7 @@ import torch
 from interpreter import interpret
 
 from deepseek_accel.ops.choice import triton_missing
-from deepseek_accel.ops.experts import CASES, fused_experts, fused_experts_reference, grouped_experts
+from deepseek_accel.ops.experts import CASES, fused_experts, fused_experts_reference, grouped_experts, mixture
 
 
 def make(case, dtype=torch.float32, seed=0):
@@ -216,7 +216,23 @@ def interpreted() -> dict[str, bool]:
         results[name] = is_close(out, inputs)
         return out
 
-    paths = {"pair": kernel._launch_by_pair, "tile": kernel._launch_by_tile}
+    def by_pair(*arguments):
+        kernel._launch_by_pair(*arguments, shared=None, residual=None)
+
+    for num_shared in (1, 2):  # the shared experts are one or two times as large as a routed one
+        hidden, indices, weights, gate_up, down = with_dropped(make((2, 16, 3, 24, 12)))
+        generator = torch.Generator().manual_seed(num_shared)
+        shared = tuple(
+            torch.randn(shape, generator=generator) * 0.3
+            for shape in ((num_shared * 12, 24), (num_shared * 12, 24), (24, num_shared * 12))
+        )
+        residual = torch.randn(2, 24, generator=generator)
+        assert kernel.takes_shared(6, 3, 16, 12, 24)
+        assert not kernel.takes_shared(60, 3, 8, 12, 24) and not kernel.takes_shared(3, 3, 8, 12, 18)
+        ours = kernel.launch(hidden, indices, weights, gate_up, down, shared, residual)
+        expected = mixture(hidden, indices, weights, gate_up, down, shared, residual)
+        results[f"shared-{num_shared}"] = torch.allclose(ours, expected, atol=1e-5)
+    paths = {"pair": by_pair, "tile": kernel._launch_by_tile}
     for case in CASES:
         for dtype in (torch.float32, torch.float16):
             inputs = make(case, dtype)

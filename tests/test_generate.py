@@ -335,6 +335,19 @@ def test_two_threads(model_type):
     assert got == [[e] * 3 for e in expected]
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])  # for latent attention the library's own fails
+def test_continuous_batching(model_type):
+    """It brings its own paged cache and attention; ours stays out of the way, before and after."""
+    model = tiny_model(model_type)
+    prompts = [batch(n)["input_ids"][0].tolist() for n in (23, 9)]
+    expected = [run(model, batch(n), max_new_tokens=6)[0, n:].tolist() for n in (23, 9)]
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    optimize(model, CONFIG)
+    results = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    assert sorted(out.generated_tokens for out in results.values()) == sorted(expected)
+    assert run(model, batch(23), max_new_tokens=6)[0, 23:].tolist() == expected[0]
+
+
 TEXT = "import os\n\ndef main("
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from .. import api, models
 from ..errors import AccelError
 from ..versions import cache_argument
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
-from .generate import cache_bytes, generate
-from .measure import seconds
+from .greedy import cache_bytes, generate, timed
 from .shapes import heldout_ids
 
 PROMPT_TOKENS = 2000
@@ -32,26 +30,20 @@ def prompt_ids(tokenizer: Any, text: str | None, room: int) -> torch.Tensor:
 
 def _measure(
     pair: dict[str, Any], prompt: torch.Tensor, new_tokens: int, repeats: int, step: Callable[[str], None]
-) -> Any:
-    """Name -> (seconds of the first token, seconds per further token, output), taking turns."""
-    device = prompt.device
+) -> dict[str, tuple[float, float, Any]]:
+    """Name -> (seconds of the first token, seconds per further token, output), medians, taking turns."""
     for name, model in pair.items():
         step(f"warm-up, {name}")
         generate(model, prompt, min(2, new_tokens))
-    first: dict[str, list[float]] = {name: [] for name in pair}
-    all_: dict[str, list[float]] = {name: [] for name in pair}
-    outputs = {}
+    runs: dict[str, list[Any]] = {name: [] for name in pair}
     for repeat in range(repeats):
         for name, model in pair.items():
             step(f"run {repeat + 1} of {repeats}, {name}")
-            first[name].append(seconds(partial(generate, model, prompt, 1), device)[0])
-            whole = partial(generate, model, prompt, new_tokens, return_dict_in_generate=True)
-            duration, outputs[name] = seconds(whole, device)
-            all_[name].append(duration)
+            runs[name].append(timed(model, prompt, new_tokens, return_dict_in_generate=True))
     result = {}
     for name in pair:
-        start = statistics.median(first[name])
-        result[name] = (start, (statistics.median(all_[name]) - start) / (new_tokens - 1), outputs[name])
+        first, rest, outputs = zip(*runs[name], strict=True)
+        result[name] = (statistics.median(first), statistics.median(rest) / (new_tokens - 1), outputs[-1])
     return result
 
 

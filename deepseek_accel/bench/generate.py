@@ -1,6 +1,7 @@
 """Whole models through `model.generate`: stock against optimized, in one process, on the same weights and prompts.
 
-TTFT is the time of one token, ITL that of one more: (time of N tokens - time of 1 token) / (N - 1), medians of repeats.
+TTFT is the time of one token, ITL that of one more: (time of N tokens - time of 1 token) / (N - 1). Both are medians of
+the repeats; `greedy.timed` says how the two times are taken.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 from .. import api, families
 from ..errors import AccelError
 from ..passes.kv_cache import KVCache
-from ..versions import cache_argument
+from . import greedy
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
-from .measure import copy_bandwidth, seconds
+from .measure import copy_bandwidth
 from .shapes import Point, Subject, load, variants
 
 STOCK = "stock"
@@ -102,40 +103,6 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def endless(model: Any) -> Iterator[None]:
-    """Generation that only the token count ends, so that every run has the same length."""
-    config = model.generation_config
-    before = config.eos_token_id
-    config.eos_token_id = None
-    try:
-        yield
-    finally:
-        config.eos_token_id = before
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes that a cache holds, ours or one of transformers'."""
-    if hasattr(cache, "bytes_held"):
-        return int(cache.bytes_held())
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def generate(model: Any, prompt: torch.Tensor, new_tokens: int, **options: Any) -> Any:
-    """Greedy continuation of prompt [B, S], always `new_tokens` long."""
-    mask = torch.ones_like(prompt)
-    with endless(model), torch.no_grad():
-        return model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options)
-
-
-def sample(model: Any, prompt: torch.Tensor, new_tokens: int) -> Sample:
-    """A continuation with its logits, untimed."""
-    output = generate(model, prompt, new_tokens, return_dict_in_generate=True, output_logits=True)
-    logits = torch.stack([step.float().cpu() for step in output.logits], 1)
-    return Sample(output.sequences[:, prompt.shape[1] :].cpu(), logits, cache_bytes(output[cache_argument()]))
-
-
-@contextlib.contextmanager
 def counted_experts(model: Any, batch: int) -> Iterator[list[int]]:
     """Distinct experts of every router call that routes one token per row, that is, of decode steps."""
     counts: list[int] = []
@@ -173,7 +140,9 @@ class Times:
     """What the repeats of one variant gave."""
 
     first: list[float] = field(default_factory=list)
-    all: list[float] = field(default_factory=list)
+    """Seconds to the first token."""
+    rest: list[float] = field(default_factory=list)
+    """Seconds from the first token to the last."""
     tokens: list[torch.Tensor] = field(default_factory=list)
     peak_bytes: int = 0
 
@@ -213,7 +182,7 @@ class PointRun:
         count = min(CHECKED_TOKENS, self.options.new_tokens)
         try:
             with counted_experts(self.model, self.point.batch) as counts:
-                self.stock = sample(self.model, self.prompt, count)
+                self.stock = greedy.sample(self.model, self.prompt, count)
             # A prompt of one token routes as many tokens as a decode step: its call is counted too, and right to be.
             self.experts = statistics.fmean(counts) if counts else None
             if not self.exact and not self.options.only_stock:
@@ -245,7 +214,7 @@ class PointRun:
         if self.stock is None:
             row.detail = "not checked: stock ran out of memory"
             return True
-        ours = sample(self.model, self.prompt, self.stock.tokens.shape[1])
+        ours = greedy.sample(self.model, self.prompt, self.stock.tokens.shape[1])
         verdict = compare(self.stock, ours, self.noise)
         row.accuracy, row.detail = verdict.to_dict(), verdict.why
         if not verdict.ok:
@@ -256,12 +225,12 @@ class PointRun:
         model, prompt, count = self.model, self.prompt, self.options.new_tokens
         cuda = self.device.type == "cuda"
         if cuda:
-            generate(model, prompt, min(4, count))
+            greedy.generate(model, prompt, min(4, count))
             torch.cuda.reset_peak_memory_stats(self.device)
         for _ in range(repeats):
-            times.first.append(seconds(lambda: generate(model, prompt, 1), self.device)[0])
-            duration, output = seconds(lambda: generate(model, prompt, count), self.device)
-            times.all.append(duration)
+            first, rest, output = greedy.timed(model, prompt, count)
+            times.first.append(first)
+            times.rest.append(rest)
             times.tokens.append(output[:, prompt.shape[1] :].cpu())
         if cuda:
             held = [*model.parameters(), *model.buffers()]
@@ -270,7 +239,7 @@ class PointRun:
 
     def _fill(self, name: str) -> None:
         row, times, count = self.rows[name], self.times[name], self.options.new_tokens
-        if row.status != OK or not times.all:
+        if row.status != OK or not times.rest:
             return
         if (wrong := self._wrong_tokens(name)) is not None:
             row.status, row.detail = WRONG, wrong
@@ -278,7 +247,7 @@ class PointRun:
         if self.exact and row.accuracy is not None and STOCK in self.times:
             row.detail = f"{times.tokens[0].numel()} tokens equal"
         first = statistics.median(times.first)
-        itl = (statistics.median(times.all) - first) / (count - 1)
+        itl = statistics.median(times.rest) / (count - 1)
         row.ttft_ms, row.itl_ms = first * 1e3, itl * 1e3
         row.tokens_per_second = self.point.batch / itl if itl > 0 else None
         row.peak_bytes_above_weights = times.peak_bytes if self.device.type == "cuda" else None

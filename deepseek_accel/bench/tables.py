@@ -242,9 +242,7 @@ def write_png(path: str, result: dict[str, Any]) -> None:
         axis.margins(y=0.15)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
-    figure.suptitle(
-        f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['new_tokens']} new tokens\n{describe(result['environment'])}",
-        fontsize=8,
-    )
+    what = f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['new_tokens']} new tokens"
+    figure.suptitle(f"{what}\n{describe(result['environment'])}", fontsize=8)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .. import families
 from ..errors import PlanError, UnsupportedModelError
@@ -259,18 +259,22 @@ class PagedLayer(CacheLayerMixin):
             self.pool.select(rows)
 
 
-class PagedCache(Cache):
-    """A transformers `Cache` of paged layers; make one with `paged_cache`."""
+class PagedCache(DynamicCache):
+    """A transformers cache of paged layers; make one with `paged_cache`.
+
+    It is a `DynamicCache` to code that asks, since it grows as one and stands where `generate` would have made one.
+    """
 
     layers: list[Any]
 
     def __init__(self, pools: _Pools, windows: Sequence[int | None], readers: Sequence[Any]) -> None:
         self._pools = pools
-        super().__init__(
+        Cache.__init__(
+            self,
             layers=[
                 PagedLayer(layer, pools, window, _Reader(reader))
                 for layer, (window, reader) in enumerate(zip(windows, readers, strict=True))
-            ]
+            ],
         )
 
     @property
@@ -330,6 +334,7 @@ def _row_numbers(indices: Any, num_rows: int) -> list[int]:
 
 
 def _length_after_crop(length: int, tokens_to_remove: int) -> int:
+    tokens_to_remove = int(tokens_to_remove)  # assisted decoding may pass a tensor
     if tokens_to_remove > 0:
         if not crop_takes_length():
             raise ValueError(

@@ -65,6 +65,7 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+@functools.cache
 def choose_splits(num_programs: int, max_blocks: int, processors: int) -> int:
     """Into how many parts each row's keys are cut: a power of two, so that few variants of `combine_kernel` exist.
 
@@ -78,6 +79,7 @@ def choose_splits(num_programs: int, max_blocks: int, processors: int) -> int:
     return splits
 
 
+@functools.cache
 def launch_options(
     capability: tuple[int, int], num_rows: int, page_size: int, key_width: int, value_width: int, element_size: int
 ) -> LaunchOptions:

@@ -13,6 +13,7 @@ Address arithmetic is in int64: pairs x sizes and expert x sizes pass 2^31 for V
 """
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import torch
@@ -30,26 +31,35 @@ def pair_gate_up_kernel(
     hidden,  # [T, D]
     indices,  # [T * K]
     gate_up,  # [E, 2I, D]
-    active,  # [T * K, I], contiguous
+    shared_gate,  # [SHARED * I, D], contiguous; used if SHARED
+    shared_up,
+    active,  # [T * (K + SHARED), I], contiguous
     hidden_stride,
     expert_stride,
     row_stride,
     E: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,  # the shared experts count as this many experts of size I, chosen by every token
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     pair = tl.program_id(1).to(tl.int64)
-    expert = tl.load(indices + pair).to(tl.int64)
-    if (expert < 0) | (expert >= E):
-        return  # pair_down_kernel does not read this row
+    token, slot = pair // (K + SHARED), pair % (K + SHARED)
     rows = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     columns = tl.arange(0, BLOCK_D)
-    x = hidden + (pair // K) * hidden_stride + columns
-    gate_rows = gate_up + expert * expert_stride + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
-    up_rows = gate_rows + tl.full([], I, tl.int64) * row_stride
+    x = hidden + token * hidden_stride + columns
+    routed = slot < K
+    expert = tl.load(indices + token * K + slot, mask=routed, other=0).to(tl.int64)
+    if (expert < 0) | (expert >= E):
+        return  # pair_down_kernel does not read this row
+    if routed:
+        gate_rows = gate_up + expert * expert_stride + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+        up_rows = gate_rows + tl.full([], I, tl.int64) * row_stride
+    else:
+        shared_rows = ((slot - K) * I + rows)[:, None] * D + columns[None, :]
+        gate_rows, up_rows = shared_gate + shared_rows, shared_up + shared_rows
     inside = rows[:, None] < I
     gate = tl.zeros([BLOCK_I], tl.float32)
     up = tl.zeros([BLOCK_I], tl.float32)
@@ -66,15 +76,19 @@ def pair_gate_up_kernel(
 
 @triton.jit
 def pair_down_kernel(
-    active,  # [T * K, I], contiguous
+    active,  # [T * (K + SHARED), I], contiguous
     indices,  # [T * K]
     weights,  # [T * K]
     down,  # [E, D, I]
+    shared_down,  # [D, SHARED * I], contiguous; used if SHARED
+    residual,  # [T, D], contiguous; used if ADD
     out,  # [T, D], contiguous
     expert_stride,
     row_stride,
     E: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
+    ADD: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     BLOCK_D: tl.constexpr,
@@ -86,6 +100,7 @@ def pair_down_kernel(
     offsets = rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
     inside = rows[:, None] < D
     total = tl.zeros([BLOCK_D], tl.float32)
+    row = active + token * (K + SHARED) * I
     for k in range(K):
         pair = token * K + k
         expert = tl.load(indices + pair).to(tl.int64)
@@ -95,10 +110,18 @@ def pair_down_kernel(
         output = tl.zeros([BLOCK_D], tl.float32)
         for start in range(0, I, BLOCK_I):
             in_row = columns < tl.where(valid, I - start, 0)
-            value = tl.load(active + pair * I + start + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+            value = tl.load(row + k * I + start + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
             matrix = tl.load(down + expert * expert_stride + offsets + start, mask=inside & in_row[None, :], other=0.0)
             output += tl.sum(matrix.to(tl.float32) * value, 1)
         total += weight * output
+    shared_offsets = rows.to(tl.int64)[:, None] * (SHARED * I) + columns[None, :]
+    for start in range(0, SHARED * I, BLOCK_I):
+        in_row = columns < SHARED * I - start
+        value = tl.load(row + K * I + start + columns, mask=in_row, other=0.0).to(tl.float32)[None, :]
+        matrix = tl.load(shared_down + shared_offsets + start, mask=inside & in_row[None, :], other=0.0)
+        total += tl.sum(matrix.to(tl.float32) * value, 1)
+    if ADD:
+        total += tl.load(residual + token * D + rows, mask=rows < D, other=0.0).to(tl.float32)
     tl.store(out + token * D + rows, total.to(out.dtype.element_ty), mask=rows < D)
 
 
@@ -350,9 +373,21 @@ def _reads_by_pair(num_pairs: int, top_k: int, num_experts: int) -> bool:
     return num_pairs == top_k or 2 * num_pairs <= num_experts
 
 
+def takes_shared(num_pairs: int, top_k: int, num_experts: int, intermediate: int, shared: int) -> bool:
+    """Whether `launch` computes shared experts of size `shared` along with the routed ones."""
+    return _reads_by_pair(num_pairs, top_k, num_experts) and shared % intermediate == 0
+
+
 def launch(
-    hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """`ops.experts.fused_experts`; `shared` and `residual` are added only where `takes_shared` says so."""
     num_tokens, top_k = indices.shape
     num_experts, size, _ = down.shape
     if gate_up.stride(-1) != 1 or down.stride(-1) != 1:
@@ -364,8 +399,10 @@ def launch(
         hidden = hidden.contiguous()
     by_pair = _reads_by_pair(num_tokens * top_k, top_k, num_experts)
     with torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext():
-        run = _launch_by_pair if by_pair else _launch_by_tile
-        run(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out)
+        if by_pair:
+            _launch_by_pair(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out, shared, residual)
+        else:
+            _launch_by_tile(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out)
     return out
 
 
@@ -376,39 +413,61 @@ def _launch_by_pair(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     out: torch.Tensor,
+    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    residual: torch.Tensor | None,
 ) -> None:
     num_tokens, top_k = indices.shape
     num_experts, size, intermediate = down.shape
-    sizes = {"E": num_experts, "K": top_k, "D": size, "I": intermediate}
-    active = hidden.new_empty(num_tokens * top_k, intermediate)
-    block_i, block_d = 4, min(triton.next_power_of_2(size), 1024)
-    pair_gate_up_kernel[(triton.cdiv(intermediate, block_i), num_tokens * top_k)](
+    # where there is no shared expert, any pointer will do: the kernels do not read it
+    shared_gate, shared_up, shared_down = (gate_up, gate_up, down) if shared is None else shared
+    num_shared = 0 if shared is None else shared_gate.shape[0] // intermediate
+    active = hidden.new_empty(num_tokens * (top_k + num_shared), intermediate)
+    blocks = _pair_blocks(size, intermediate)
+    pair_gate_up_kernel[(triton.cdiv(intermediate, blocks[0]), num_tokens * (top_k + num_shared))](
         hidden,
         indices,
         gate_up,
+        shared_gate,
+        shared_up,
         active,
         hidden.stride(0),
         gate_up.stride(0),
         gate_up.stride(1),
-        **sizes,
-        BLOCK_I=block_i,
-        BLOCK_D=block_d,
+        E=num_experts,
+        K=top_k,
+        SHARED=num_shared,
+        D=size,
+        I=intermediate,
+        BLOCK_I=blocks[0],
+        BLOCK_D=blocks[1],
         num_warps=4,
     )
-    block_d, block_i = 4, min(triton.next_power_of_2(intermediate), 2048)
-    pair_down_kernel[(triton.cdiv(size, block_d), num_tokens)](
+    pair_down_kernel[(triton.cdiv(size, blocks[2]), num_tokens)](
         active,
         indices,
         weights,
         down,
+        shared_down,
+        out if residual is None else residual,
         out,
         down.stride(0),
         down.stride(1),
-        **sizes,
-        BLOCK_D=block_d,
-        BLOCK_I=block_i,
+        E=num_experts,
+        K=top_k,
+        SHARED=num_shared,
+        ADD=residual is not None,
+        D=size,
+        I=intermediate,
+        BLOCK_D=blocks[2],
+        BLOCK_I=blocks[3],
         num_warps=4,
     )
+
+
+@functools.cache
+def _pair_blocks(size: int, intermediate: int) -> tuple[int, int, int, int]:
+    """(rows, columns) of one program of `pair_gate_up_kernel`, then of `pair_down_kernel`."""
+    return 4, min(triton.next_power_of_2(size), 1024), 4, min(triton.next_power_of_2(intermediate), 2048)
 
 
 def _launch_by_tile(
@@ -495,7 +554,8 @@ def compile_cases() -> list[tuple]:
     `attrs` say what launches find: pointers and strides are multiples of 16. Each GPU has its own tiles.
     """
     types = {
-        **dict.fromkeys(("hidden", "gate_up", "down", "active", "outputs", "out"), "*bf16"),
+        **dict.fromkeys(("hidden", "gate_up", "down", "active", "outputs", "out", "residual"), "*bf16"),
+        **dict.fromkeys(("shared_gate", "shared_up", "shared_down"), "*bf16"),
         **{"weights": "*fp32", "indices": "*i64", "order": "*i32", "tiles": "*i32"},
         **dict.fromkeys(("hidden_stride", "expert_stride", "row_stride", "num_pairs", "num_tiles"), "i32"),
     }
@@ -512,8 +572,12 @@ def compile_cases() -> list[tuple]:
     for model, experts, top_k, size, intermediate in (("v2-lite", 64, 6, 2048, 1408), ("v3", 256, 8, 7168, 2048)):
         sizes = {"E": experts, "K": top_k, "D": size, "I": intermediate}
         plain = {"num_warps": 4, "num_stages": 3}
-        add(f"pair_gate_up-{model}", pair_gate_up_kernel, {**sizes, "BLOCK_I": 4, "BLOCK_D": 1024}, **plain)
-        add(f"pair_down-{model}", pair_down_kernel, {**sizes, "BLOCK_D": 4, "BLOCK_I": 2048}, **plain)
+        for shared in (0, 2 if model == "v2-lite" else 1):
+            fixed = {**sizes, "SHARED": shared, "ADD": shared > 0}
+            add(
+                f"pair_gate_up-{model}-{shared}", pair_gate_up_kernel, {**fixed, "BLOCK_I": 4, "BLOCK_D": 1024}, **plain
+            )
+            add(f"pair_down-{model}-{shared}", pair_down_kernel, {**fixed, "BLOCK_D": 4, "BLOCK_I": 2048}, **plain)
         add(f"combine-{model}", combine_kernel, {**sizes, "BLOCK_D": 1024}, **plain)
         add(f"sort-{model}", sort_kernel, {**sizes, "BLOCK_M": 128, "BLOCK": 4096}, num_warps=8, num_stages=3)
         for rows in (8, 24, 64, 128):

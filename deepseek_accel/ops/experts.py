@@ -61,7 +61,7 @@ def _one_token(
 ) -> torch.Tensor:
     """`grouped_experts` for T = 1: no sort, and as few torch calls as possible, whose overhead is most of the time."""
     num_experts = gate_up.shape[0]
-    chosen = indices[0].tolist()
+    chosen: list[int] = indices[0].tolist()
     kept = [slot for slot, expert in enumerate(chosen) if 0 <= expert < num_experts]
     if not kept:
         return torch.zeros_like(hidden)
@@ -168,3 +168,30 @@ def fused_experts(
     if hidden.shape[0] == 0:
         return torch.empty_like(hidden)
     return grouped_experts(hidden, indices, weights, gate_up, down)
+
+
+Shared = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def mixture(
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    shared: Shared,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """residual + shared experts + `fused_experts`, for decoding steps where no gradient is wanted.
+
+    shared: gate [J, D], up [J, D] and down [D, J], contiguous, of the shared experts taken as one MLP of size J.
+    residual [T, D], contiguous. The rest, and the result, as in `fused_experts`.
+    """
+    if uses_triton(hidden.device):
+        from ..kernels import experts as kernel
+
+        if kernel.takes_shared(indices.numel(), indices.shape[1], down.shape[0], down.shape[2], shared[0].shape[0]):
+            return kernel.launch(hidden, indices, weights, gate_up, down, shared, residual)
+    gate, up, shared_down = shared
+    always = F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), shared_down)
+    return residual + (fused_experts(hidden, indices, weights, gate_up, down) + always)

@@ -29,7 +29,7 @@ from ..ops.mla_attention import (
     project_values,
 )
 from ..plan import Context, Edit, Note, Skip
-from .base import Pass, needs_gradients
+from .base import Pass, count, has_listeners, is_called, needs_gradients, why_foreign
 
 INTERFACE = "deepseek_accel"
 
@@ -51,7 +51,7 @@ class Seam:
         return self.stock_config._attn_implementation or "eager"
 
     def count(self, what: str) -> None:
-        self.counters[f"attention: {what}"] += 1
+        count(self.counters, f"attention: {what}")
 
 
 def register_interface() -> None:
@@ -224,21 +224,15 @@ def why_stock(
     return None
 
 
-def has_listeners(module: nn.Module) -> bool:
-    """Whether someone hooked this module. transformers leaves its own recording hooks in place once they were used."""
-    hooks = module._forward_hooks.values()
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
-
-
 def is_plain(linear: Any, like: torch.Tensor) -> bool:
     """Whether `linear` is nothing but its weight: not wrapped, quantized, hooked, offloaded or of another dtype."""
     return (
         type(linear) is nn.Linear
         and "forward" not in vars(linear)
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
-        and linear.weight.dtype == like.dtype
-        and linear.weight.device == like.device
+        and not is_called(linear)
+        and (weight := linear._parameters["weight"]) is not None
+        and weight.dtype == like.dtype
+        and weight.device == like.device
     )
 
 
@@ -302,6 +296,9 @@ class Attention(Pass):
             return
         for attention in family.attentions(model):
             where = f"layers.{attention.layer_idx}.self_attn"
+            if (reason := why_foreign(attention)) is not None:
+                yield Skip(where, reason)
+                continue
             config = attention.config
             yield Edit(attention, "_accel_attention", partial(Seam, config, family.attention, context.counters), where)
             yield Edit(attention, "config", partial(private_config, config), where)

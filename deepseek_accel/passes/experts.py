@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..ops.choice import why_not_triton
 from ..ops.experts import fused_experts
 from ..ops.router import route
 from ..plan import Context, Edit, Note, Skip
-from .base import Pass, needs_gradients
+from .base import Pass, count, is_called, needs_gradients, why_foreign
 
 
 def gate_forward(
@@ -30,13 +30,19 @@ def gate_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """hidden_states [..., D] -> router logits [T, E], weights [T, K], expert ids [T, K], as the stock gate returns."""
     if needs_gradients(gate, hidden_states):
-        counters["experts: stock router (gradients)"] += 1
+        count(counters, "experts: stock router (gradients)")
         return type(gate).forward(gate, hidden_states)
-    counters["experts: fused router"] += 1
-    hidden_states = hidden_states.view(-1, hidden_states.shape[-1])
-    logits = F.linear(hidden_states.float(), gate.weight.float())
-    bias = getattr(gate, "e_score_correction_bias", None)
-    return logits, *route(logits, None if bias is None else bias.float(), **asdict(rule))
+    count(counters, "experts: fused router")
+    return choose_experts(gate, hidden_states.view(-1, hidden_states.shape[-1]), rule)
+
+
+def choose_experts(
+    gate: Any, hidden: torch.Tensor, rule: RouterRule
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden [T, D] -> logits [T, E], weights [T, K], expert ids [T, K], in fp32 throughout."""
+    logits = F.linear(hidden.float(), gate.weight.float())
+    bias = gate._buffers.get("e_score_correction_bias")
+    return logits, *route(logits, None if bias is None else bias.float(), **vars(rule))
 
 
 def experts_forward(
@@ -44,25 +50,48 @@ def experts_forward(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    implementation: str | None,
     counters: Counter[str],
 ) -> torch.Tensor:
     """hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K] -> [T, D]."""
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    if needs_gradients(experts, hidden_states, top_k_weights):
-        reason = "gradients"
-    elif hidden_states.dtype != gate_up.dtype:
-        reason = "mixed dtypes"
-    else:
-        counters["experts: fused"] += 1
-        return fused_experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
-    counters[f"experts: stock ({reason})"] += 1
+    reason = why_stock_experts(experts, implementation, hidden_states, top_k_weights)
+    if reason is None:
+        count(counters, "experts: fused")
+        return fused_experts(hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj)
+    count(counters, f"experts: stock ({reason})")
     return type(experts).forward(experts, hidden_states, top_k_index, top_k_weights)
+
+
+def why_stock_experts(experts: Any, implementation: str | None, *inputs: torch.Tensor) -> str | None:
+    """Why this call runs transformers' own experts, or None. `implementation` is what the config said at first."""
+    if needs_gradients(experts, *inputs):
+        return "gradients"
+    if inputs[0].dtype != experts.gate_up_proj.dtype:
+        return "mixed dtypes"
+    if is_called(experts.act_fn):
+        return "its activation is hooked"
+    chosen = experts.config._experts_implementation
+    # `generate` itself turns grouped_mm into batched_mm for decoding on a GPU; any other change is the user's
+    if chosen != implementation and (implementation, chosen) != ("grouped_mm", "batched_mm"):
+        return f"experts implementation {chosen} was chosen"
+    return None
+
+
+def why_not_routed(gate: Any, rule: RouterRule) -> str | None:
+    """Why this router does not choose as `ops.router.route` does, or None if it does."""
+    if (reason := why_foreign(gate)) is not None:
+        return reason
+    if rule.group_score is not None and rule.top_k > rule.topk_groups * (gate.num_experts // rule.num_groups):
+        return f"it chooses {rule.top_k} experts from groups that hold fewer"
+    return None
 
 
 def why_not_fused(experts: Any) -> str | None:
     """Why these experts do not compute `down(silu(gate) * up)` on two 3-D tensors, or None if they do."""
     from transformers.integrations import moe
 
+    if (reason := why_foreign(experts)) is not None:
+        return reason
     for name in ("gate_up_proj", "down_proj"):
         weight = getattr(experts, name, None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 3 or not weight.is_floating_point():
@@ -89,24 +118,25 @@ class FusedExperts(Pass):
             return
         applied = False
         for where, block in blocks:
-            if (why := why_not_fused(block.experts)) is not None:
+            gate, experts = block.gate, block.experts
+            rule = family.router(gate)
+            if (why := why_not_routed(gate, rule)) is not None:
+                yield Skip(f"{where}.gate", why)
+            else:
+                choose = partial(partial, gate_forward, gate, rule=rule, counters=context.counters)
+                yield Edit(gate, forward_slot(gate), choose, f"{where}.gate")
+            if (why := why_not_fused(experts)) is not None:
                 yield Skip(f"{where}.experts", why)
                 continue
             applied = True
-            gate, experts = block.gate, block.experts
-            rule = family.router(gate)
-            yield Edit(
-                gate,
-                forward_slot(gate),
-                partial(partial, gate_forward, gate, rule=rule, counters=context.counters),
-                f"{where}.gate",
-            )
-            yield Edit(
+            compute = partial(
+                partial,
+                experts_forward,
                 experts,
-                forward_slot(experts),
-                partial(partial, experts_forward, experts, counters=context.counters),
-                f"{where}.experts",
+                implementation=experts.config._experts_implementation,
+                counters=context.counters,
             )
+            yield Edit(experts, forward_slot(experts), compute, f"{where}.experts")
         if applied:
             why = why_not_triton(next(model.parameters()).device)
             yield Note(f"implementation: {'Triton kernels' if why is None else f'grouped torch ({why})'}")

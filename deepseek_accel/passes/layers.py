@@ -21,76 +21,112 @@ from torch import nn
 from ..families.base import Family
 from ..journal import forward_slot
 from ..ops.choice import why_not_triton
+from ..ops.experts import mixture
 from ..ops.latent_write import latent_write
 from ..ops.mla_attention import absorb_query, project_values
 from ..ops.rms_norm import add_rms_norm, rms_norm
 from ..plan import Context, Edit, Note, Skip
 from ..versions import cache_argument
-from .attention import absorbed_weights, attend_pages, has_listeners, is_plain, why_expand, why_stock
-from .base import Pass, needs_gradients
+from .attention import absorbed_weights, attend_pages, is_plain, why_expand, why_stock
+from .base import Pass, count, is_called, needs_gradients, why_foreign
+from .experts import choose_experts, experts_forward, gate_forward, why_stock_experts
 
 
 def norm_forward(norm: Any, hidden_states: torch.Tensor, counters: Counter[str]) -> torch.Tensor:
     """hidden_states [..., D] -> the same shape, normalised in fp32 and scaled by the norm's weight."""
     if needs_gradients(norm, hidden_states):
-        counters["layers: stock norm (gradients)"] += 1
+        count(counters, "layers: stock norm (gradients)")
         return type(norm).forward(norm, hidden_states)
-    counters["layers: fused norm"] += 1
+    count(counters, "layers: fused norm")
     return rms_norm(hidden_states, norm.weight, norm.variance_epsilon)
 
 
-def layer_forward(
-    layer: Any,
-    hidden_states: torch.Tensor,
-    *args: Any,
-    family: Family,
-    cache_name: str,
-    counters: Counter[str],
-    **kwargs: Any,
-) -> torch.Tensor:
+class LatentStep:
+    """The decoding step of a layer with multi-head latent attention (arXiv 2405.04434, section 2.1).
+
+    One object serves all layers of a model; what it remembers of a step, the layers of that step share.
+    """
+
+    def __init__(self, family: Family, counters: Counter[str]) -> None:
+        self.family, self.counters, self.cache_name = family, counters, cache_argument()
+        self._rotation: tuple[Any, tuple[Any, Any, Any]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_rotation": None}
+
+    def rotation(self, attention: Any, embeddings: Any) -> tuple[Any, Any, Any]:
+        """(layout, cos, sin) of this step's positions."""
+        known = self._rotation
+        if known is None or known[0] is not embeddings:
+            known = self._rotation = (embeddings, self.family.rotation(attention, embeddings))
+        return known[1]
+
+    def __call__(
+        self, layer: Any, hidden_states: torch.Tensor, cache: Any, mask: torch.Tensor | None, embeddings: Any
+    ) -> torch.Tensor:
+        """hidden_states [B, S, D] -> the layer's output, the same shape. The new tokens are added to `cache`."""
+        attention = layer.self_attn
+        parts = attention._modules
+        batch, num_queries, size = hidden_states.shape
+        norm = layer.input_layernorm
+        normed = rms_norm(hidden_states, norm.weight, norm.variance_epsilon)
+        query = project_query(parts, normed).view(batch, num_queries, -1, attention.qk_head_dim)
+        kv_a = parts["kv_a_proj_with_mqa"]
+        compressed = F.linear(normed, kv_a.weight, kv_a.bias)
+        layout, cos, sin = self.rotation(attention, embeddings)
+        pages, slots = cache.layers[attention.layer_idx].append(batch, num_queries)
+        norm = parts["kv_a_layernorm"]
+        q_rope = latent_write(
+            query, compressed, norm.weight, norm.variance_epsilon, cos, sin, layout, pages.storage, slots
+        )
+        w_uk, w_uv = absorbed_weights(attention)
+        q_latent = absorb_query(query[..., : attention.qk_nope_head_dim].transpose(1, 2), w_uk)
+        out = project_values(attend_pages(q_latent, q_rope, pages, attention.scaling, mask), w_uv)
+        output = parts["o_proj"]
+        out = F.linear(out.reshape(batch, num_queries, -1), output.weight, output.bias)
+        norm = layer.post_attention_layernorm
+        normed, hidden_states = add_rms_norm(out, hidden_states, norm.weight, norm.variance_epsilon)
+        mlp = layer.mlp
+        if (gate := mlp._modules.get("gate")) is None or not fuses_mixture(mlp, normed):
+            return hidden_states + mlp(normed)
+        count(self.counters, "experts: fused router")
+        count(self.counters, "experts: fused")
+        flat = normed.view(-1, size)
+        _, weights, indices = choose_experts(gate, flat, vars(gate)["forward"].keywords["rule"])
+        experts, shared = mlp.experts, mlp.shared_experts._modules
+        out = mixture(
+            flat,
+            indices,
+            weights,
+            experts.gate_up_proj,
+            experts.down_proj,
+            (shared["gate_proj"].weight, shared["up_proj"].weight, shared["down_proj"].weight),
+            hidden_states.view(-1, size),
+        )
+        return out.view(batch, num_queries, size)
+
+
+def layer_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, step: LatentStep, **kwargs: Any) -> torch.Tensor:
     """hidden_states [B, S, D] -> the layer's output, the same shape."""
-    reason = "positional arguments" if args else why_not_fused(layer, hidden_states, cache_name, kwargs)
+    reason = "positional arguments" if args else why_not_step(layer, hidden_states, step.cache_name, kwargs)
     if reason is not None:
-        counters[f"layers: stock layer ({reason})"] += 1
+        count(step.counters, f"layers: stock layer ({reason})")
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
-    counters["layers: fused step"] += 1
-    counters["attention: absorbed"] += 1
-    return latent_step(
-        layer, hidden_states, kwargs[cache_name], kwargs.get("attention_mask"), kwargs["position_embeddings"], family
-    )
+    count(step.counters, "layers: fused step")
+    count(step.counters, "attention: absorbed")
+    mask, embeddings = kwargs.get("attention_mask"), kwargs["position_embeddings"]
+    return step(layer, hidden_states, kwargs[step.cache_name], mask, embeddings)
 
 
-def latent_step(
-    layer: Any, hidden_states: torch.Tensor, cache: Any, mask: torch.Tensor | None, rotation: Any, family: Family
-) -> torch.Tensor:
-    """One decoding step of a layer with multi-head latent attention (arXiv 2405.04434, section 2.1)."""
-    attention = layer.self_attn
-    batch, num_queries, _ = hidden_states.shape
-    normed = rms_norm(hidden_states, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
-    query = project_query(attention, normed).view(batch, num_queries, -1, attention.qk_head_dim)
-    compressed = F.linear(normed, attention.kv_a_proj_with_mqa.weight, attention.kv_a_proj_with_mqa.bias)
-    layout, cos, sin = family.rotation(attention, rotation)
-    pages, slots = cache.layers[attention.layer_idx].append(batch, num_queries)
-    norm = attention.kv_a_layernorm
-    q_rope = latent_write(query, compressed, norm.weight, norm.variance_epsilon, cos, sin, layout, pages.storage, slots)
-    w_uk, w_uv = absorbed_weights(attention)
-    q_latent = absorb_query(query[..., : attention.qk_nope_head_dim].transpose(1, 2), w_uk)
-    out = project_values(attend_pages(q_latent, q_rope, pages, attention.scaling, mask), w_uv)
-    out = F.linear(out.reshape(batch, num_queries, -1), attention.o_proj.weight, attention.o_proj.bias)
-    norm = layer.post_attention_layernorm
-    normed, hidden_states = add_rms_norm(out, hidden_states, norm.weight, norm.variance_epsilon)
-    return hidden_states + layer.mlp(normed)
-
-
-def project_query(attention: Any, normed: torch.Tensor) -> torch.Tensor:
+def project_query(parts: Any, normed: torch.Tensor) -> torch.Tensor:
     """normed [B, S, D] -> queries [B, S, H (N + R)], through the low-rank pair of projections if the model has one."""
-    if attention.q_lora_rank is None:
-        return F.linear(normed, attention.q_proj.weight)
-    down, norm, up = attention.q_a_proj, attention.q_a_layernorm, attention.q_b_proj
+    if (direct := parts.get("q_proj")) is not None:
+        return F.linear(normed, direct.weight)
+    down, norm, up = parts["q_a_proj"], parts["q_a_layernorm"], parts["q_b_proj"]
     return F.linear(rms_norm(F.linear(normed, down.weight, down.bias), norm.weight, norm.variance_epsilon), up.weight)
 
 
-def why_not_fused(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwargs: dict[str, Any]) -> str | None:
+def why_not_step(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwargs: dict[str, Any]) -> str | None:
     """Why this call takes the layer's own forward, or None if the straight line computes the same."""
     attention = layer.self_attn
     if needs_gradients(layer, hidden_states):
@@ -111,28 +147,52 @@ def why_not_fused(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwar
         return reason
     if num_queries == 0 or (reason := why_expand(attention, hidden_states, num_queries, num_keys)):
         return reason or "no tokens"
-    for linear in linears(attention):
-        if not is_plain(linear, hidden_states):
-            return "a projection is wrapped, quantized, hooked or elsewhere"
-    if has_hooks(attention) or any(has_hooks(norm) for norm in norms(layer)):
+    return why_watched(layer, hidden_states)
+
+
+LINEARS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+NORMS = ("q_a_layernorm", "kv_a_layernorm")
+
+
+def why_watched(layer: Any, hidden_states: torch.Tensor) -> str | None:
+    """Why the modules inside the layer must be called one by one, or None if nobody would notice."""
+    attention = layer.self_attn
+    parts = attention._modules
+    if any((linear := parts.get(name)) is not None and not is_plain(linear, hidden_states) for name in LINEARS):
+        return "a projection is wrapped, quantized, hooked or elsewhere"
+    norms = [parts.get(name) for name in NORMS] + [layer.input_layernorm, layer.post_attention_layernorm]
+    if is_called(attention) or any(norm is not None and is_called(norm) for norm in norms):
         return "hooks"
+    if forward_slot(attention) != "forward" or any(norm is not None and not is_ours(norm) for norm in norms):
+        return "a module's forward is not ours"
+    if "forward" in vars(attention) and why_foreign(attention) is not None:
+        return "the attention's forward was replaced"
     return None
 
 
-def linears(attention: Any) -> tuple[Any, ...]:
-    query = (attention.q_proj,) if attention.q_lora_rank is None else (attention.q_a_proj, attention.q_b_proj)
-    return (*query, attention.kv_a_proj_with_mqa, attention.o_proj)
+def is_ours(norm: nn.Module) -> bool:
+    """Whether the norm still runs `norm_forward`."""
+    return getattr(vars(norm).get("forward"), "func", None) is norm_forward
 
 
-def norms(layer: Any) -> tuple[Any, ...]:
-    attention = layer.self_attn
-    query = () if attention.q_lora_rank is None else (attention.q_a_layernorm,)
-    return (layer.input_layernorm, layer.post_attention_layernorm, attention.kv_a_layernorm, *query)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether someone listens to this module, so that it must be called."""
-    return "_hf_hook" in vars(module) or bool(module._forward_pre_hooks) or has_listeners(module)
+def fuses_mixture(block: Any, like: torch.Tensor) -> bool:
+    """Whether the whole mixture may run as one op: gate and experts run ours, and nobody watches what is inside."""
+    parts = block._modules
+    gate, experts, shared = parts["gate"], parts["experts"], parts.get("shared_experts")
+    gate_call, experts_call = vars(gate).get("forward"), vars(experts).get("forward")
+    if getattr(gate_call, "func", None) is not gate_forward or shared is None or "forward" in vars(block):
+        return False
+    if getattr(experts_call, "func", None) is not experts_forward or "forward" in vars(shared):
+        return False
+    if why_stock_experts(experts, experts_call.keywords["implementation"], like) is not None:
+        return False
+    activation = shared.act_fn
+    if gate._forward_hooks or any(map(is_called, (block, gate, experts, shared, activation))):
+        return False  # the hooks that record router logits count here, since they are not told apart by request
+    if type(activation) is not type(experts.act_fn):
+        return False
+    linears = [part for part in shared._modules.values() if part is not activation]
+    return all(is_plain(linear, like) and linear.bias is None for linear in linears)
 
 
 @dataclass(frozen=True)
@@ -141,6 +201,9 @@ class FusedLayers(Pass):
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
         for where, norm in family.norms(model):
+            if (reason := why_foreign(norm)) is not None:
+                yield Skip(where, reason)
+                continue
             build = partial(partial, norm_forward, norm, counters=context.counters)
             yield Edit(norm, forward_slot(norm), build, where)
         why = why_not_triton(next(model.parameters()).device)
@@ -150,16 +213,12 @@ class FusedLayers(Pass):
         elif not (context.has("attention") and context.has("kv_cache")):
             yield Note("decoding steps keep the layer's own forward: that needs the attention and kv_cache passes")
         else:
+            step = LatentStep(family, context.counters)
             for i, layer in enumerate(family.layers(model)):
-                build = partial(
-                    partial,
-                    layer_forward,
-                    layer,
-                    family=family,
-                    cache_name=cache_argument(),
-                    counters=context.counters,
-                )
-                yield Edit(layer, forward_slot(layer), build, f"layers.{i}")
+                if (reason := why_foreign(layer)) is not None:
+                    yield Skip(f"layers.{i}", reason)
+                    continue
+                yield Edit(layer, forward_slot(layer), partial(partial, layer_forward, layer, step=step), f"layers.{i}")
 
 
 PASS = FusedLayers

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from deepseek_accel import report
+from deepseek_accel.cache import paged_cache
+from deepseek_accel.families import find, unwrap
 from deepseek_accel.passes.kv_cache import cache_argument
 from deepseek_accel.testing import relative_error
 
@@ -25,7 +27,7 @@ def tokens(length: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
 
 
 @torch.no_grad()
-def feed(model: Any, ids: torch.Tensor, prefill: int, cache: Any = None) -> torch.Tensor:
+def feed_once(model: Any, ids: torch.Tensor, prefill: int, cache: Any = None) -> torch.Tensor:
     """Logits [B, T, V] of `ids`: the first `prefill` tokens in one call, then one by one on the same cache."""
     logits = []
     for chunk in ids.split([prefill, *[1] * (ids.shape[1] - prefill)], 1):
@@ -33,6 +35,16 @@ def feed(model: Any, ids: torch.Tensor, prefill: int, cache: Any = None) -> torc
         cache = out[CACHE]
         logits.append(out.logits)
     return torch.cat(logits, 1)
+
+
+def feed(model: Any, ids: torch.Tensor, prefill: int, cache: Any = None) -> torch.Tensor:
+    """`feed_once`; without a cache, on the model's own one, and an optimized model must say the same on a paged one."""
+    logits = feed_once(model, ids, prefill, cache)
+    inner = unwrap(model)
+    if cache is None and report(model).optimized and inner.dtype == torch.float32 and not find(inner).extra_cache:
+        error = relative_error(feed_once(model, ids, prefill, paged_cache(model)), logits)
+        assert error <= TOLERANCE, f"on a paged cache: relative error {error:.3g}"
+    return logits
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fixtures import MLA, assert_generates_as, assert_same, count, feed, lora, tokens, whole
+from fixtures import MLA, assert_generates_as, assert_same, count, feed, feed_once, lora, tokens, whole
 
 from deepseek_accel import optimize, restore
 from deepseek_accel.cache import paged_cache
@@ -108,6 +108,6 @@ def test_M03_whole_model_absorbed(model_type, q_lora_rank):
     expected = whole(stock, ids)
     for cache in (None, paged_cache(model)):
         ran = count(model, "attention: absorbed")
-        assert_same(feed(model, ids, 23, cache), expected)
+        assert_same(feed_once(model, ids, 23, cache), expected)
         assert count(model, "attention: absorbed") - ran == 13 * 3
     assert_generates_as(model, stock, ids[:, :9])

@@ -72,6 +72,9 @@ def table(stock: dict[str, Any], optimized: dict[str, Any], note: str = "") -> s
     else:
         lines += ["No outcome differs.", ""]
     lines += [f"Left out: {count} tests ({why})." for why, count in sorted(optimized["left_out"].items())]
+    lines += [
+        "Never run: pipeline tests, which download tokenizers. Skipped by transformers: what needs a GPU or is slow."
+    ]
     return "\n".join(lines).rstrip()
 
 

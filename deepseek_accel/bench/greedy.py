@@ -1,0 +1,78 @@
+"""Greedy generation of a fixed length through `model.generate`: untimed with logits, or timed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..versions import cache_argument
+from .accuracy import Sample
+from .measure import seconds
+
+
+@contextlib.contextmanager
+def endless(model: Any) -> Iterator[None]:
+    """Generation that only the token count ends, so that every run has the same length."""
+    config = model.generation_config
+    before = config.eos_token_id
+    config.eos_token_id = None
+    try:
+        yield
+    finally:
+        config.eos_token_id = before
+
+
+def generate(model: Any, prompt: torch.Tensor, new_tokens: int, **options: Any) -> Any:
+    """Greedy continuation of prompt [B, S], always `new_tokens` long."""
+    mask = torch.ones_like(prompt)
+    with endless(model), torch.no_grad():
+        return model.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that a cache holds, ours or one of transformers'."""
+    if hasattr(cache, "bytes_held"):
+        return int(cache.bytes_held())
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def sample(model: Any, prompt: torch.Tensor, new_tokens: int) -> Sample:
+    """A continuation with its logits, untimed."""
+    output = generate(model, prompt, new_tokens, return_dict_in_generate=True, output_logits=True)
+    logits = torch.stack([step.float().cpu() for step in output.logits], 1)
+    return Sample(output.sequences[:, prompt.shape[1] :].cpu(), logits, cache_bytes(output[cache_argument()]))
+
+
+class Clock:
+    """A streamer that notes when each token came."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.moments.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def timed(model: Any, prompt: torch.Tensor, new_tokens: int, **options: Any) -> tuple[float, float, Any]:
+    """Seconds to the first token, seconds from the first to the last, and the output.
+
+    On a GPU these are the times of a run of one token, and of the whole run less that: reading the clock after every
+    token would make the host wait for each. On a CPU it would not, and both are read within one run, so that the
+    unsteady time of the prompt does not enter the difference.
+    """
+    if prompt.device.type == "cpu":
+        clock, start = Clock(), time.perf_counter()
+        output = generate(model, prompt, new_tokens, streamer=clock, **options)
+        _, first, *_, last = clock.moments  # the prompt itself is streamed before the tokens
+        return first - start, last - first, output
+    first, _ = seconds(lambda: generate(model, prompt, 1), prompt.device)
+    whole, output = seconds(lambda: generate(model, prompt, new_tokens, **options), prompt.device)
+    return first, whole - first, output
