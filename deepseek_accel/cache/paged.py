@@ -103,13 +103,25 @@ class _Pools:
         return self.by_place[device, window]
 
     def extend(self, pool: PagePool, start: int, stop: int, keep: bool) -> None:
-        """Extend `pool`, after making sure that every other pool can follow."""
-        pool.drop_unseen(start, keep)
+        """Extend `pool`, after making sure that every pool can follow."""
         if self.max_pages is not None:
             for other in self.all:
-                other.drop_unseen(start, keep)
-                other.table.check(start, stop)
+                other.check(start, stop, keep)
+        pool.drop_unseen(start, keep)
         pool.extend(start, stop)
+
+    def check_new(self, device: torch.device, window: int | None, num_rows: int, count: int) -> None:
+        """Raise what the first update of a layer would, before anything is made for it."""
+        if (pool := self.by_place.get((device, window))) is not None:
+            pool.check_rows(num_rows)
+        else:
+            table = PageTable(self.page_size, self.max_pages)
+            table.start(num_rows)
+            table.check(0, count)
+
+    def discard(self, pool: PagePool) -> None:
+        self.all.remove(pool)
+        self.by_place = {place: other for place, other in self.by_place.items() if other is not pool}
 
 
 class PagedLayer(CacheLayerMixin):
@@ -145,10 +157,11 @@ class PagedLayer(CacheLayerMixin):
         Pages hold values, not autograd graphs: gradients reach the tokens of this call only.
         Raises CacheFullError before anything changes, ValueError if the number of rows does not match.
         """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         rows, _, count, _ = key_states.shape
         start = self.length
+        if not self.is_initialized:
+            self._pools.check_new(key_states.device, self.window, rows, count)
+            self.lazy_initialization(key_states, value_states)
         self._extend(rows, count)
         if count:
             self._write(key_states.detach(), value_states.detach(), start, self.length)
@@ -166,11 +179,7 @@ class PagedLayer(CacheLayerMixin):
         return self._pages(), self.pool.slots(start, self.length)
 
     def _extend(self, rows: int, count: int) -> None:
-        if rows != self.pool.num_rows:
-            raise ValueError(
-                f"this cache holds {self.pool.num_rows} sequences, the new keys are of {rows}. "
-                "Use a new cache, or call `cache.reset()` first."
-            )
+        self.pool.check_rows(rows)
         self._pools.extend(self.pool, self.length, self.length + count, self.record_past)
         self.length += count
 
@@ -221,25 +230,31 @@ class PagedLayer(CacheLayerMixin):
             self._pools.all.append(self.pool)
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.length = _length_after_crop(self.length, tokens_to_remove)
-        if self.is_initialized and self.window is not None:
-            self._crop_window()
+        length = _length_after_crop(self.length, tokens_to_remove)
+        self._check_crop(length)
+        self._crop_to(length)
 
-    def _crop_window(self) -> None:
-        assert self.window is not None
-        first_needed = max(0, self.length - self.window + 1)
-        if self.pool.offset > first_needed:
+    def _first_needed(self, length: int) -> int:
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def _check_crop(self, length: int) -> None:
+        if self.is_initialized and self.pool.offset > self._first_needed(length):
             raise RuntimeError(
                 "the tokens before the crop have left the sliding window. "
                 "Call `cache.activate_past_recording()` before the tokens that may be taken back."
             )
-        self.pool.drop_before(first_needed)
+
+    def _crop_to(self, length: int) -> None:
+        self.length = length
+        if self.is_initialized:
+            self.pool.drop_before(self._first_needed(length))
 
     def reset(self) -> None:
         """Forget every token and every row. The memory stays reserved."""
         self.length = 0
         if self.is_initialized:
             self._leave()
+            self._pools.discard(self.pool)
             self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -298,9 +313,9 @@ class PagedCache(DynamicCache):
         """Take back the last `-tokens_to_remove` tokens of every row and give their pages back."""
         lengths = [_length_after_crop(layer.length, tokens_to_remove) for layer in self.layers]
         for layer, length in zip(self.layers, lengths, strict=True):
-            layer.length = length
-            if layer.is_initialized and layer.window is not None:
-                layer._crop_window()
+            layer._check_crop(length)
+        for layer, length in zip(self.layers, lengths, strict=True):
+            layer._crop_to(length)
         for pool in self._pools.all:
             pool.trim(max((layer.length for layer in self.layers if layer.is_initialized), default=0))
 
@@ -320,8 +335,8 @@ class PagedCache(DynamicCache):
         self._select([i for i in range(rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        rows = self._pools.all[0].num_rows if self._pools.all else 0
-        self._select(_row_numbers(indices, rows))
+        if self._pools.all:
+            self._select(_row_numbers(indices, self._pools.all[0].num_rows))
 
     def _select(self, rows: Sequence[int]) -> None:
         for pool in self._pools.all:

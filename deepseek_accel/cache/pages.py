@@ -236,6 +236,21 @@ class PagePool:
         if self.window is not None and not keep:
             self.drop_before(start - self.window + 1)
 
+    def check_rows(self, rows: int) -> None:
+        if rows != self.num_rows:
+            raise ValueError(
+                f"this cache holds {self.num_rows} sequences, the new keys are of {rows}. "
+                "Use a new cache, or call `cache.reset()` first."
+            )
+
+    def check(self, start: int, stop: int, keep: bool) -> None:
+        """Raise CacheFullError if a step over [start, stop) would not fit after its drop. Changes nothing."""
+        if self._prepared == (start, stop):
+            return
+        table = copy.deepcopy(self.table)
+        table.drop_before(self.offset_at(start, keep))
+        table.check(start, stop)
+
     def extend(self, start: int, stop: int) -> None:
         """Make tokens [start, stop) writable in every layer. The other layers' calls in the same step cost nothing."""
         if self._prepared == (start, stop):
@@ -274,7 +289,7 @@ class PagePool:
             rows = self.table.rows
             width = max((len(row) for row in rows), default=0)
             padded = [row + [0] * (width - len(row)) for row in rows]
-            block_table = torch.tensor(padded, dtype=torch.int32).reshape(-1, width).to(self.device)
+            block_table = torch.tensor(padded, dtype=torch.int32).reshape(self.num_rows, width).to(self.device)
             single = rows[0] if len(rows) == 1 else []
             consecutive = bool(single) and single == list(range(single[0], single[0] + len(single)))
             self._derived = _Derived(self.table.version, block_table, single[0] if consecutive else None)

@@ -5,13 +5,15 @@ write a normalised partial output and the log2 of its softmax denominator; `comb
 All exponentials are base 2, so scores arrive multiplied by log2(e).
 """
 
-import contextlib
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from . import launching
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 128
@@ -41,7 +43,25 @@ class Launch(NamedTuple):
     num_stages: int
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
+        runtime, constants = _parameters(self.kernel)
+        launching.launch(
+            self.kernel,
+            self.grid,
+            tuple([self.arguments[name] for name in runtime]),
+            tuple([self.arguments[name] for name in constants]),
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
+
+
+@functools.cache
+def _parameters(kernel: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of a kernel's run-time and its constexpr parameters, which stand at the end."""
+    function = inspect.signature(kernel.fn).parameters.values()
+    constants = [p.name for p in function if p.annotation in (tl.constexpr, "tl.constexpr", "constexpr")]
+    runtime = [p.name for p in function if p.name not in constants]
+    assert [*runtime, *constants] == [p.name for p in function]
+    return tuple(runtime), tuple(constants)
 
 
 @functools.cache
@@ -53,11 +73,6 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU; elsewhere (interpreter, compile tests) a small constant."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Launches go to the current CUDA device, whatever their tensors say: make it theirs."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def padded(size: int) -> int:

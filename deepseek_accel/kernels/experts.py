@@ -12,13 +12,16 @@ Otherwise pairs are sorted by expert and go through tensor cores tile by tile:
 Address arithmetic is in int64: pairs x sizes and expert x sizes pass 2^31 for V3.
 """
 
-import contextlib
 import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from . import launching
+
+GROUP = 8  # row tiles that run beside each other, so that they share a block of weights in the L2
 
 
 @triton.jit
@@ -398,11 +401,10 @@ def launch(
     if hidden.stride(-1) != 1:
         hidden = hidden.contiguous()
     by_pair = _reads_by_pair(num_tokens * top_k, top_k, num_experts)
-    with torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext():
-        if by_pair:
-            _launch_by_pair(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out, shared, residual)
-        else:
-            _launch_by_tile(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out)
+    if by_pair:
+        _launch_by_pair(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out, shared, residual)
+    else:
+        _launch_by_tile(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out)
     return out
 
 
@@ -423,43 +425,39 @@ def _launch_by_pair(
     num_shared = 0 if shared is None else shared_gate.shape[0] // intermediate
     active = hidden.new_empty(num_tokens * (top_k + num_shared), intermediate)
     blocks = _pair_blocks(size, intermediate)
-    pair_gate_up_kernel[(triton.cdiv(intermediate, blocks[0]), num_tokens * (top_k + num_shared))](
-        hidden,
-        indices,
-        gate_up,
-        shared_gate,
-        shared_up,
-        active,
-        hidden.stride(0),
-        gate_up.stride(0),
-        gate_up.stride(1),
-        E=num_experts,
-        K=top_k,
-        SHARED=num_shared,
-        D=size,
-        I=intermediate,
-        BLOCK_I=blocks[0],
-        BLOCK_D=blocks[1],
+    sizes = (num_experts, top_k, num_shared)
+    launching.launch(
+        pair_gate_up_kernel,
+        (-(-intermediate // blocks[0]), num_tokens * (top_k + num_shared)),
+        (
+            hidden,
+            indices,
+            gate_up,
+            shared_gate,
+            shared_up,
+            active,
+            hidden.stride(0),
+            gate_up.stride(0),
+            gate_up.stride(1),
+        ),
+        (*sizes, size, intermediate, blocks[0], blocks[1]),
         num_warps=4,
     )
-    pair_down_kernel[(triton.cdiv(size, blocks[2]), num_tokens)](
-        active,
-        indices,
-        weights,
-        down,
-        shared_down,
-        out if residual is None else residual,
-        out,
-        down.stride(0),
-        down.stride(1),
-        E=num_experts,
-        K=top_k,
-        SHARED=num_shared,
-        ADD=residual is not None,
-        D=size,
-        I=intermediate,
-        BLOCK_D=blocks[2],
-        BLOCK_I=blocks[3],
+    launching.launch(
+        pair_down_kernel,
+        (-(-size // blocks[2]), num_tokens),
+        (
+            active,
+            indices,
+            weights,
+            down,
+            shared_down,
+            out if residual is None else residual,
+            out,
+            down.stride(0),
+            down.stride(1),
+        ),
+        (*sizes, residual is not None, size, intermediate, blocks[2], blocks[3]),
         num_warps=4,
     )
 
@@ -491,60 +489,46 @@ def _launch_by_tile(
     active = hidden.new_empty(num_pairs, intermediate)
     outputs = hidden.new_empty(num_pairs, size)
     block = min(4096, max(256, triton.next_power_of_2(num_pairs)))
-    sort_kernel[(num_experts,)](
-        indices,
-        order,
-        tiles,
-        num_pairs,
-        num_tiles,
-        E=num_experts,
-        BLOCK_M=first.rows,
-        BLOCK=block,
+    launching.launch(
+        sort_kernel,
+        (num_experts,),
+        (indices, order, tiles, num_pairs, num_tiles),
+        (num_experts, first.rows, block),
         num_warps=8 if block > 1024 else 4,
     )
-    tile_gate_up_kernel[(num_tiles * triton.cdiv(intermediate, first.columns),)](
-        hidden,
-        order,
-        tiles,
-        gate_up,
-        active,
-        hidden.stride(0),
-        gate_up.stride(0),
-        gate_up.stride(1),
-        num_tiles,
-        K=top_k,
-        D=size,
-        I=intermediate,
-        BLOCK_M=first.rows,
-        BLOCK_N=first.columns,
-        BLOCK_K=first.inner,
-        GROUP=8,
-        PRECISION=precision,
+    launching.launch(
+        tile_gate_up_kernel,
+        (num_tiles * -(-intermediate // first.columns),),
+        (
+            hidden,
+            order,
+            tiles,
+            gate_up,
+            active,
+            hidden.stride(0),
+            gate_up.stride(0),
+            gate_up.stride(1),
+            num_tiles,
+        ),
+        (top_k, size, intermediate, first.rows, first.columns, first.inner, GROUP, precision),
         num_warps=first.warps,
         num_stages=first.stages,
     )
-    tile_down_kernel[(num_tiles * triton.cdiv(size, second.columns),)](
-        active,
-        order,
-        tiles,
-        down,
-        outputs,
-        down.stride(0),
-        down.stride(1),
-        num_tiles,
-        D=size,
-        I=intermediate,
-        BLOCK_M=second.rows,
-        BLOCK_N=second.columns,
-        BLOCK_K=second.inner,
-        GROUP=8,
-        PRECISION=precision,
+    launching.launch(
+        tile_down_kernel,
+        (num_tiles * -(-size // second.columns),),
+        (active, order, tiles, down, outputs, down.stride(0), down.stride(1), num_tiles),
+        (size, intermediate, second.rows, second.columns, second.inner, GROUP, precision),
         num_warps=second.warps,
         num_stages=second.stages,
     )
     block_d = min(triton.next_power_of_2(size), 1024)
-    combine_kernel[(num_tokens, triton.cdiv(size, block_d))](
-        outputs, indices, weights, out, E=num_experts, K=top_k, D=size, BLOCK_D=block_d, num_warps=4
+    launching.launch(
+        combine_kernel,
+        (num_tokens, -(-size // block_d)),
+        (outputs, indices, weights, out),
+        (num_experts, top_k, size, block_d),
+        num_warps=4,
     )
 
 
@@ -590,7 +574,7 @@ def compile_cases() -> list[tuple]:
                     add(
                         f"{stem}-{model}-{rows}",
                         kernel,
-                        {**sizes, **blocks, "GROUP": 8, "PRECISION": "tf32"},
+                        {**sizes, **blocks, "GROUP": GROUP, "PRECISION": "tf32"},
                         num_warps=tile.warps,
                         num_stages=tile.stages,
                         capability=10 * capability[0] + capability[1],

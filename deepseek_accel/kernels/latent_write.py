@@ -1,12 +1,13 @@
 """Norm, rotate and store the latents of new tokens, and rotate their queries: one launch."""
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from .combine import on_device
+from . import launching
 
 BLOCK_HEADS = 16
 
@@ -79,18 +80,11 @@ def latent_write_kernel(
         _rotate(source, target, c[None], s[None], pair[None], rotated, HALF, PAIRS_IN, PAIRS_OUT)
 
 
-def constexprs(heads: int, nope: int, rank: int, half: int, layout: str) -> dict[str, Any]:
-    return {
-        "H": heads,
-        "N": nope,
-        "C": rank,
-        "HALF": half,
-        "BLOCK_C": triton.next_power_of_2(rank),
-        "BLOCK_HALF": triton.next_power_of_2(half),
-        "BLOCK_H": BLOCK_HEADS,
-        "PAIRS_IN": layout != "halves",
-        "PAIRS_OUT": layout == "pairs",
-    }
+@functools.cache
+def constants(heads: int, nope: int, rank: int, half: int, layout: str) -> tuple[Any, ...]:
+    """The kernel's constexpr parameters, in order."""
+    blocks = (triton.next_power_of_2(rank), triton.next_power_of_2(half), BLOCK_HEADS)
+    return (heads, nope, rank, half, *blocks, layout != "halves", layout == "pairs")
 
 
 def launch(
@@ -110,8 +104,10 @@ def launch(
     if q_rope.numel() == 0:
         return q_rope
     assert cos.stride()[1:] == sin.stride()[1:]
-    with on_device(query.device):
-        latent_write_kernel[(batch * num_queries, 1 + triton.cdiv(heads, BLOCK_HEADS))](
+    launching.launch(
+        latent_write_kernel,
+        (batch * num_queries, 1 + -(-heads // BLOCK_HEADS)),
+        (
             query.contiguous(),
             compressed.contiguous(),
             norm_weight,
@@ -125,9 +121,10 @@ def launch(
             cos.stride(1),
             cos.stride(2),
             eps,
-            num_warps=4,
-            **constexprs(heads, width - 2 * half, rank, half, layout),
-        )
+        ),
+        constants(heads, width - 2 * half, rank, half, layout),
+        num_warps=4,
+    )
     return q_rope
 
 
@@ -136,7 +133,7 @@ def compile_cases() -> list[tuple[Any, ...]]:
     pointers = dict.fromkeys(("query", "compressed", "norm_weight"), "*bf16")
     cases = []
     for name, heads, layout, angle in (("v2-lite", 16, "pairs", "*fp32"), ("v3", 128, "pairs_to_halves", "*bf16")):
-        fixed = constexprs(heads, 128, 512, 32, layout)
+        fixed = dict(zip(latent_write_kernel.arg_names[13:], constants(heads, 128, 512, 32, layout), strict=True))
         signature = (
             pointers
             | {"cos": angle, "sin": angle, "storage": "*bf16", "slots": "*i64", "q_rope": "*bf16", "num_queries": "i32"}

@@ -23,7 +23,6 @@ from deepseek_accel.kernels.combine import (
     mask_arguments,
     masked_scores,
     num_processors,
-    on_device,
     output_like,
     padded,
     parts_like,
@@ -194,9 +193,8 @@ def launch(*arguments: Any, **options: Any) -> torch.Tensor:
     """`plan` carried out: same arguments, returns the output [B, S, H, C] of `q_latent`'s dtype."""
     out, launches = plan(*arguments, **options)
     if out.numel():
-        with on_device(out.device):
-            for step in launches:
-                step.run()
+        for step in launches:
+            step.run()
     return out
 
 

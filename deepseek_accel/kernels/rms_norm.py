@@ -1,10 +1,10 @@
 """Root mean square norm: one launch, one program per row."""
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
+
+from . import launching
 
 
 @triton.jit(do_not_specialize=["inner"])
@@ -60,9 +60,11 @@ def launch(
     if out.numel() == 0:
         return out, total
     rows = _as_rows(x)
-    block = triton.next_power_of_2(size)
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        rms_norm_kernel[(rows.shape[0] * rows.shape[1],)](
+    block = 1 << (size - 1).bit_length()
+    launching.launch(
+        rms_norm_kernel,
+        (rows.shape[0] * rows.shape[1],),
+        (
             rows,
             x if residual is None else residual.contiguous(),
             weight.contiguous(),
@@ -72,11 +74,10 @@ def launch(
             rows.stride(0),
             rows.stride(1),
             eps,
-            D=size,
-            BLOCK_D=block,
-            ADD=residual is not None,
-            num_warps=min(8, max(1, block // 512)),
-        )
+        ),
+        (size, block, residual is not None),
+        num_warps=min(8, max(1, block // 512)),
+    )
     return out, total
 
 

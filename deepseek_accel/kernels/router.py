@@ -4,11 +4,13 @@ A score and its id are packed into one sortable int64, so that one maximum gives
 the lowest id. NaN sorts above all numbers, as in torch; ids stay distinct and in range whatever the logits are.
 """
 
-import contextlib
+import functools
 
 import torch
 import triton
 import triton.language as tl
+
+from . import launching
 
 REMOVED = tl.constexpr(-(1 << 63))  # below the packed -inf, so a removed expert is never chosen again
 
@@ -111,6 +113,11 @@ def route_kernel(
     tl.store(indices + token * K + slot, ids.to(tl.int64), mask=slot < K)
 
 
+@functools.cache
+def _blocks(*sizes: int) -> tuple[int, ...]:
+    return tuple(triton.next_power_of_2(size) for size in sizes)
+
+
 def launch(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -132,27 +139,30 @@ def launch(
         logits = logits.contiguous()
     if group_score is None or topk_groups == num_groups:
         num_groups = topk_groups = 1
-    with torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext():
-        route_kernel[(num_tokens,)](
+    launching.launch(
+        route_kernel,
+        (num_tokens,),
+        (
             logits,
             logits if bias is None else bias.contiguous(),
             weights,
             indices,
             logits.stride(0),
             scale,
-            E=num_experts,
-            K=top_k,
-            GROUPS=num_groups,
-            TOPK_GROUPS=topk_groups,
-            SOFTMAX=scoring == "softmax",
-            TOP2=group_score == "top2",
-            HAS_BIAS=bias is not None,
-            NORMALIZE=normalize,
-            BLOCK_G=triton.next_power_of_2(num_groups),
-            BLOCK_S=triton.next_power_of_2(num_experts // num_groups),
-            BLOCK_K=triton.next_power_of_2(top_k),
-            num_warps=1,
-        )
+        ),
+        (
+            num_experts,
+            top_k,
+            num_groups,
+            topk_groups,
+            scoring == "softmax",
+            group_score == "top2",
+            bias is not None,
+            normalize,
+            *_blocks(num_groups, num_experts // num_groups, top_k),
+        ),
+        num_warps=1,
+    )
     return weights, indices
 
 

@@ -142,7 +142,9 @@ def why_not_step(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwarg
     num_queries = hidden_states.shape[1]
     num_keys = held.get_mask_sizes(num_queries)[0]
     dropout = attention.attention_dropout if attention.training else 0.0
-    seam, mask = attention._accel_attention, kwargs.get("attention_mask")
+    seam, mask = getattr(attention, "_accel_attention", None), kwargs.get("attention_mask")
+    if seam is None or "_hf_hook" in vars(attention) or why_foreign(attention) is not None:
+        return "the attention's forward is not transformers' own"
     if reason := why_stock(attention, seam, hidden_states[:, None], num_keys, mask, dropout, kwargs):
         return reason
     if num_queries == 0 or (reason := why_expand(attention, hidden_states, num_queries, num_keys)):
@@ -163,10 +165,8 @@ def why_watched(layer: Any, hidden_states: torch.Tensor) -> str | None:
     norms = [parts.get(name) for name in NORMS] + [layer.input_layernorm, layer.post_attention_layernorm]
     if is_called(attention) or any(norm is not None and is_called(norm) for norm in norms):
         return "hooks"
-    if forward_slot(attention) != "forward" or any(norm is not None and not is_ours(norm) for norm in norms):
+    if any(norm is not None and not is_ours(norm) for norm in norms):
         return "a module's forward is not ours"
-    if "forward" in vars(attention) and why_foreign(attention) is not None:
-        return "the attention's forward was replaced"
     return None
 
 
@@ -180,9 +180,9 @@ def fuses_mixture(block: Any, like: torch.Tensor) -> bool:
     parts = block._modules
     gate, experts, shared = parts["gate"], parts["experts"], parts.get("shared_experts")
     gate_call, experts_call = vars(gate).get("forward"), vars(experts).get("forward")
-    if getattr(gate_call, "func", None) is not gate_forward or shared is None or "forward" in vars(block):
+    if getattr(gate_call, "func", None) is not gate_forward or shared is None:
         return False
-    if getattr(experts_call, "func", None) is not experts_forward or "forward" in vars(shared):
+    if getattr(experts_call, "func", None) is not experts_forward or why_foreign(block) or why_foreign(shared):
         return False
     if why_stock_experts(experts, experts_call.keywords["implementation"], like) is not None:
         return False
