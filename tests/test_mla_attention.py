@@ -208,3 +208,26 @@ def check_splits_agree():
 def test_splits_agree():
     """The number of parts changes rounding only, the automatic choice included; NaN inputs stay visible."""
     interpret(check_splits_agree)
+
+
+def projected_error(dtype: torch.dtype) -> float:
+    """The kernel that projects as it merges, on the cases with few tokens, against attention and then projection."""
+    from deepseek_accel.kernels.mla_attention import launch
+
+    worst = 0.0
+    for index, case in enumerate(CASES):
+        if len(case.lengths) * case.queries > 8 or case.heads > 16:
+            continue
+        inputs = case_inputs(case, dtype, "cpu", index)
+        generator = torch.Generator().manual_seed(index)
+        w_uv = torch.randn(case.heads, 24, case.rank, generator=generator).to(dtype)
+        expected = project_values(latent_attention_reference(**inputs), w_uv).float()
+        for num_splits in (1, 4):
+            ours = launch(**inputs, w_uv=w_uv, num_splits=num_splits).float()
+            worst = max(worst, ((ours - expected).abs().max() / expected.abs().max().clamp_min(1e-3)).item())
+    return worst
+
+
+def test_projection_as_the_parts_are_merged():
+    assert interpret(projected_error, torch.float32) < 1e-5
+    assert interpret(projected_error, torch.float16) < 5e-3

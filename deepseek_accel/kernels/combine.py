@@ -233,6 +233,64 @@ def combine_launch(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) ->
     return Launch(combine_kernel, grid, arguments, num_warps=8 if num_splits > 32 else 4, num_stages=1)
 
 
+@triton.jit(do_not_specialize=["num_splits"])
+def combine_project_kernel(
+    parts, lse, weight, out, num_splits, weight_head_stride, weight_row_stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, BLOCK_VALUES: tl.constexpr,
+):  # fmt: skip
+    """`combine_kernel`, and the product of the merged row with its head's matrix weight [HEADS, VALUES, WIDTH].
+
+    out [rows, VALUES]. For few rows: every program reads its block of the matrix once per row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_SPLITS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    value = tl.program_id(1) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    exponent = tl.load(lse + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    largest = tl.max(exponent, 0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(exponent - largest), 0)
+    merged = tl.zeros([BLOCK_WIDTH], tl.float32)
+    for i in range(num_splits):
+        part = row * num_splits + i
+        scale = tl.exp2(tl.load(lse + part) - largest)
+        # a part whose lse is -inf holds nothing and is not read
+        filled = column < tl.where(scale > 0.0, WIDTH, 0)
+        merged += tl.load(parts + part * WIDTH + column, mask=filled, other=0.0) * scale
+    merged = merged / tl.where(total == 0.0, 1.0, total)
+    rounded = merged.to(out.dtype.element_ty).to(tl.float32)
+    matrix = weight + (row % HEADS) * weight_head_stride + value[:, None] * weight_row_stride + column[None, :]
+    inside = (value < VALUES)[:, None] & (column < WIDTH)[None, :]
+    product = tl.sum(tl.load(matrix, mask=inside, other=0.0).to(tl.float32) * rounded[None, :], 1)
+    tl.store(out + row * VALUES + value, product.to(out.dtype.element_ty), mask=value < VALUES)
+
+
+def combine_project_launch(parts: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Launch:
+    """parts [B*S*H, splits, C] and lse [B*S*H, splits], fp32, times weight [H, V, C], into out [B, S, H, V]."""
+    num_rows, num_splits, width = parts.shape
+    heads, values, _ = weight.shape
+    block_width = padded(width)
+    block_values = min(padded(values), max(1, 16384 // block_width))
+    arguments = {
+        "parts": parts,
+        "lse": lse,
+        "weight": weight,
+        "out": out,
+        "num_splits": num_splits,
+        "weight_head_stride": weight.stride(0),
+        "weight_row_stride": weight.stride(1),
+        "HEADS": heads,
+        "WIDTH": width,
+        "VALUES": values,
+        "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
+        "BLOCK_WIDTH": block_width,
+        "BLOCK_VALUES": block_values,
+    }
+    grid = (num_rows, triton.cdiv(values, block_values))
+    return Launch(combine_project_kernel, grid, arguments, num_warps=8, num_stages=1)
+
+
 def output_like(query: torch.Tensor, width: int) -> torch.Tensor:
     """An output [B, S, H, width] whose memory order is [H, B, S, width], what a per-head matrix product reads best."""
     batch, num_queries, heads, _ = query.shape
@@ -312,4 +370,10 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         cases += [
             compile_case(f"combine V{width} splits{num_splits}", launch, capability) for capability in (80, 90, 100)
         ]
+    for heads in (16, 128):
+        query = torch.empty(1, 1, heads, 512, dtype=torch.bfloat16, device="meta")
+        weight = torch.empty(heads, 128, 512, dtype=torch.bfloat16, device="meta")
+        out = torch.empty(1, 1, heads, 128, dtype=torch.bfloat16, device="meta")
+        launch = combine_project_launch(*parts_like(query, 32, 512), weight, out)
+        cases += [compile_case(f"combine_project H{heads}", launch, capability) for capability in (80, 90, 100)]
     return cases

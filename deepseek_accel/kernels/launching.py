@@ -27,8 +27,13 @@ def launch(
         kernel[grid](*arguments, *constants, **options)  # Triton's interpreter
         return
     index = device.index
-    switch = torch.cuda.device(index) if index != torch.cuda.current_device() else None
-    kinds = tuple([_kind(argument) for argument in arguments])
+    switch = torch.cuda.device(index) if index != torch._C._cuda_getDevice() else None
+    kinds = tuple(
+        [
+            (argument.dtype, argument.data_ptr() & 15 == 0) if isinstance(argument, torch.Tensor) else _kind(argument)
+            for argument in arguments
+        ]
+    )
     key = (id(kernel), index, constants, kinds, options["num_warps"], options.get("num_stages"))
     grid = (*grid, 1, 1)[:3]
     compiled = _compiled.get(key)
@@ -40,8 +45,6 @@ def launch(
 
 
 def _kind(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() & 15 == 0
     if type(argument) is int:
         return 1 if argument == 1 else (argument & 15 == 0, -(2**31) <= argument < 2**31)
     return type(argument)

@@ -18,6 +18,7 @@ from deepseek_accel.kernels.combine import (
     capability_of,
     choose_splits,
     combine_launch,
+    combine_project_launch,
     compile_case,
     launch_options,
     mask_arguments,
@@ -125,11 +126,15 @@ def plan(
     causal: bool = True,
     starts: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    w_uv: torch.Tensor | None = None,
     num_splits: int | None = None,
     capability: tuple[int, int] | None = None,
     options: LaunchOptions | None = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
-    """The output (not yet written) and the launches that write it."""
+    """The output (not yet written) and the launches that write it.
+
+    With w_uv [H, V, C] the output is [B, S, H, V], projected as it is merged.
+    """
     batch, num_queries, heads, _ = q_latent.shape
     page_size, rope = storage.shape[1], q_rope.shape[3]
     num_rows = num_queries * heads
@@ -145,8 +150,13 @@ def plan(
     if num_splits is None:
         max_blocks = triton.cdiv(max_length, options.block_keys)
         num_splits = choose_splits(row_blocks * batch, max_blocks, num_processors(storage.device))
-    out = output_like(q_latent, latent_rank)
-    parts, lse = parts_like(q_latent, num_splits, latent_rank) if num_splits > 1 else (out, None)
+    split = num_splits > 1 or w_uv is not None
+    out = (
+        output_like(q_latent, latent_rank)
+        if w_uv is None
+        else q_latent.new_empty(batch, num_queries, heads, w_uv.shape[1])
+    )
+    parts, lse = parts_like(q_latent, num_splits, latent_rank) if split else (out, None)
     arguments = {
         "q_latent": q_latent,
         "q_rope": q_rope,
@@ -179,13 +189,15 @@ def plan(
         "BLOCK_KEYS": options.block_keys,
         "STAGES": options.num_stages,
         "CAUSAL": causal,
-        "SPLIT": num_splits > 1,
+        "SPLIT": split,
         **mask_arguments(mask),
     }
     grid = (row_blocks, batch, num_splits)
     launches = [Launch(mla_attention_kernel, grid, arguments, options.num_warps, options.num_stages)]
     if lse is not None:
-        launches.append(combine_launch(parts, lse, out))
+        launches.append(
+            combine_launch(parts, lse, out) if w_uv is None else combine_project_launch(parts, lse, w_uv, out)
+        )
     return out, launches
 
 

@@ -1,4 +1,4 @@
-"""What a decoding step does to its new tokens before latent attention: norm the latent, rotate, store in the page.
+"""What a decoding step does to its new tokens before latent attention: norm, rotate, store in the page, absorb.
 
 DeepSeek-V2 (arXiv 2405.04434, section 2.1.2 and 2.1.3). Letters: B batch, S queries, H heads, N nope, R rope, C latent
 rank, P page size. Rotary pair i of a vector is (x[2i], x[2i+1]) or (x[i], x[i+R/2]); a layout says which, for what
@@ -11,12 +11,14 @@ comes in and for what goes out:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import functools
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .choice import uses_triton
+from .mla_attention import absorb_query
 from .rms_norm import rms_norm
 
 Layout = Literal["pairs", "pairs_to_halves", "halves"]
@@ -37,7 +39,8 @@ CASES = [
     Case(1, 1, 4, 16, 8, 32, "pairs", True),  # a decoding step of DeepSeek-V2: rotary size below one warp
     Case(2, 3, 5, 16, 8, 32, "pairs_to_halves", True),  # out layout differs from in; heads do not fill a block
     Case(3, 2, 4, 24, 12, 40, "halves", False),  # sizes that are no power of two; positions differ by row
-    Case(2, 1, 17, 8, 16, 96, "pairs", False),  # more heads than one program takes
+    Case(2, 1, 3, 72, 16, 160, "pairs", False),  # several blocks of the latent and of the absorbed sum
+    Case(3, 3, 2, 16, 8, 32, "pairs", True),  # more tokens than the kernel absorbs
 ]
 
 
@@ -49,21 +52,31 @@ def latent_write(
     cos: Tensor,
     sin: Tensor,
     layout: Layout,
+    w_uk: Tensor,
     storage: Tensor,
     slots: Tensor,
-) -> Tensor:
-    """Write the entries of new tokens to their pages, and return their rotated queries.
+) -> tuple[Tensor, Tensor]:
+    """Write the entries of new tokens to their pages, and return their queries as latent attention takes them.
 
     query [B, S, H, N + R], the rope part last; compressed [B, S, C + R], latent then rope key, as projected;
-    norm_weight [C]; cos and sin [1 or B, S, R / 2] of any strides; storage [num_pages, P, C + R]; slots [B * S] int64
-    physical token indices. Returns the rotated rope part of the queries [B, S, H, R] in query's dtype. Rotation and
-    norm run in fp32.
+    norm_weight [C]; cos and sin [1 or B, S, R / 2] of any strides; w_uk [H, N, C]; storage [num_pages, P, C + R];
+    slots [B * S] int64 physical token indices. Returns the absorbed queries [B, S, H, C] and the rotated rope part
+    [B, S, H, R], in query's dtype. Rotation, norm and sums run in fp32.
     """
-    if uses_triton(query.device):
-        from ..kernels.latent_write import launch
+    if not uses_triton(query.device):
+        return latent_write_reference(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots)
+    launch = _kernel_launch()
+    q_latent, q_rope = launch(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots)
+    if q_latent is None:
+        q_latent = absorb_query(query[..., : w_uk.shape[1]].transpose(1, 2), w_uk)
+    return q_latent, q_rope
 
-        return launch(query, compressed, norm_weight, eps, cos, sin, layout, storage, slots)
-    return latent_write_reference(query, compressed, norm_weight, eps, cos, sin, layout, storage, slots)
+
+@functools.cache
+def _kernel_launch() -> Any:
+    from ..kernels.latent_write import launch
+
+    return launch
 
 
 def latent_write_reference(
@@ -74,9 +87,10 @@ def latent_write_reference(
     cos: Tensor,
     sin: Tensor,
     layout: Layout,
+    w_uk: Tensor,
     storage: Tensor,
     slots: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`latent_write` in plain torch."""
     rank, rope = norm_weight.shape[0], 2 * cos.shape[-1]
     latent, k_rope = compressed.split([rank, rope], -1)
@@ -84,7 +98,8 @@ def latent_write_reference(
     k_rope = rotate(k_rope, cos, sin, layout)
     entries = torch.cat((latent, k_rope), -1).flatten(0, 1)
     storage.flatten(0, 1).index_copy_(0, slots, entries.to(storage.dtype))
-    return rotate(query[..., -rope:], cos.unsqueeze(2), sin.unsqueeze(2), layout)
+    q_latent = absorb_query(query[..., :-rope].transpose(1, 2), w_uk)
+    return q_latent, rotate(query[..., -rope:], cos.unsqueeze(2), sin.unsqueeze(2), layout)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:

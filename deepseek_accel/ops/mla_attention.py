@@ -77,6 +77,32 @@ def latent_attention(
     )
 
 
+# Up to this many rows the projection is a product of matrices with single vectors, done as the parts are merged.
+MAX_PROJECTED_TOKENS = 8
+
+
+def projected_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    storage: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    scale: float,
+    w_uv: Tensor,
+    *,
+    causal: bool = True,
+    starts: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """`project_values` of `latent_attention`: w_uv [H, V, C], result [B, S, H, V]. One step for few tokens on GPUs."""
+    few = q_latent.shape[0] * q_latent.shape[1] <= MAX_PROJECTED_TOKENS
+    arguments = (q_latent, q_rope, storage, block_table, lengths, max_length, scale, w_uv.shape[2])
+    if few and uses_triton(storage.device):
+        return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, w_uv=w_uv)
+    return project_values(latent_attention(*arguments, causal=causal, starts=starts, mask=mask), w_uv)
+
+
 @functools.cache
 def _triton_launch() -> Any:
     from deepseek_accel.kernels.mla_attention import launch

@@ -1,5 +1,8 @@
 """Root mean square norm, as Hugging Face's DeepSeek models define it."""
 
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -23,6 +26,13 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return weight * normal.to(x.dtype)
 
 
+@functools.cache
+def _kernel_launch() -> Any:
+    from ..kernels.rms_norm import launch
+
+    return launch
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dim, times weight.
 
@@ -37,9 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         raise ValueError(f"weight must have shape ({size},), it has {tuple(weight.shape)}")
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if uses_triton(x.device) and not differentiable and x.dtype != torch.float64:
-        from ..kernels import rms_norm as kernel
-
-        return kernel.launch(x, weight, eps)[0]
+        return _kernel_launch()(x, weight, eps)[0]
     if x.dtype == weight.dtype == torch.float32:
         return F.rms_norm(x, (size,), weight, eps)
     return weight * F.rms_norm(x.float(), (size,), None, eps).to(x.dtype)
@@ -53,8 +61,6 @@ def add_rms_norm(
     The sum is rounded to x's dtype before it is normalised, as when the two steps are taken one by one.
     """
     if uses_triton(x.device) and x.dtype != torch.float64:
-        from ..kernels import rms_norm as kernel
-
-        return kernel.launch(x, weight, eps, residual)
+        return _kernel_launch()(x, weight, eps, residual)
     total = x + residual
     return rms_norm(total, weight, eps), total

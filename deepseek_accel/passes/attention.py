@@ -25,8 +25,8 @@ from ..ops.gqa_attention import paged_gqa_attention
 from ..ops.mla_attention import (
     absorb_query,
     dense_latent_attention,
-    latent_attention,
     project_values,
+    projected_attention,
 )
 from ..plan import Context, Edit, Note, Skip
 from .base import Pass, count, has_listeners, is_called, needs_gradients, why_foreign
@@ -131,23 +131,27 @@ def attend_latents(
     q_nope, q_rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
     q_latent, q_rope = absorb_query(q_nope, w_uk), q_rope.transpose(1, 2)
     if paged:
-        out = attend_pages(q_latent, q_rope, key, scale, mask)
-    else:
-        causal = mask is None and query.shape[2] > 1
-        out = dense_latent_attention(q_latent, q_rope, key, value, scale, mask, causal, indices)
+        return attend_pages(q_latent, q_rope, key, scale, mask, w_uv), None
+    causal = mask is None and query.shape[2] > 1
+    out = dense_latent_attention(q_latent, q_rope, key, value, scale, mask, causal, indices)
     return project_values(out, w_uv), None
 
 
 def attend_pages(
-    q_latent: torch.Tensor, q_rope: torch.Tensor, pages: Any, scale: float, mask: torch.Tensor | None
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    pages: Any,
+    scale: float,
+    mask: torch.Tensor | None,
+    w_uv: torch.Tensor,
 ) -> torch.Tensor:
-    """Absorbed attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over the latents in `pages`: [B, S, H, C]."""
+    """Absorbed attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over the latents in `pages`: [B, S, H, V]."""
     causal = mask is None and q_latent.shape[1] > 1
     if not uses_triton(q_latent.device):
         latent, k_rope = pages.gather()
-        return dense_latent_attention(q_latent, q_rope, latent, k_rope, scale, mask, causal)
+        return project_values(dense_latent_attention(q_latent, q_rope, latent, k_rope, scale, mask, causal), w_uv)
     pool = pages.pool
-    return latent_attention(
+    return projected_attention(
         q_latent,
         q_rope,
         pages.storage,
@@ -155,7 +159,7 @@ def attend_pages(
         pool.lengths(pages.length),
         pages.length,
         scale,
-        pages.key_dim,
+        w_uv,
         causal=causal,
         starts=None if mask is None else pool.first_visible(mask),
         mask=mask,

@@ -23,7 +23,6 @@ from ..journal import forward_slot
 from ..ops.choice import why_not_triton
 from ..ops.experts import mixture
 from ..ops.latent_write import latent_write
-from ..ops.mla_attention import absorb_query, project_values
 from ..ops.rms_norm import add_rms_norm, rms_norm
 from ..plan import Context, Edit, Note, Skip
 from ..versions import cache_argument
@@ -76,12 +75,11 @@ class LatentStep:
         layout, cos, sin = self.rotation(attention, embeddings)
         pages, slots = cache.layers[attention.layer_idx].append(batch, num_queries)
         norm = parts["kv_a_layernorm"]
-        q_rope = latent_write(
-            query, compressed, norm.weight, norm.variance_epsilon, cos, sin, layout, pages.storage, slots
-        )
         w_uk, w_uv = absorbed_weights(attention)
-        q_latent = absorb_query(query[..., : attention.qk_nope_head_dim].transpose(1, 2), w_uk)
-        out = project_values(attend_pages(q_latent, q_rope, pages, attention.scaling, mask), w_uv)
+        q_latent, q_rope = latent_write(
+            query, compressed, norm.weight, norm.variance_epsilon, cos, sin, layout, w_uk, pages.storage, slots
+        )
+        out = attend_pages(q_latent, q_rope, pages, attention.scaling, mask, w_uv)
         output = parts["o_proj"]
         out = F.linear(out.reshape(batch, num_queries, -1), output.weight, output.bias)
         norm = layer.post_attention_layernorm
@@ -153,21 +151,20 @@ def why_not_step(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwarg
 
 
 LINEARS = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
-NORMS = ("q_a_layernorm", "kv_a_layernorm")
 
 
-def why_watched(layer: Any, hidden_states: torch.Tensor) -> str | None:
+def why_watched(layer: Any, like: torch.Tensor) -> str | None:
     """Why the modules inside the layer must be called one by one, or None if nobody would notice."""
-    attention = layer.self_attn
-    parts = attention._modules
-    if any((linear := parts.get(name)) is not None and not is_plain(linear, hidden_states) for name in LINEARS):
-        return "a projection is wrapped, quantized, hooked or elsewhere"
-    norms = [parts.get(name) for name in NORMS] + [layer.input_layernorm, layer.post_attention_layernorm]
-    if is_called(attention) or any(norm is not None and is_called(norm) for norm in norms):
-        return "hooks"
-    if any(norm is not None and not is_ours(norm) for norm in norms):
-        return "a module's forward is not ours"
-    return None
+    parts = layer.self_attn._modules
+    for name in LINEARS:
+        if (linear := parts.get(name)) is not None and not is_plain(linear, like):
+            return "a projection is wrapped, quantized, hooked or elsewhere"
+    around = layer._modules
+    norms = (parts.get("q_a_layernorm"), parts["kv_a_layernorm"], around["input_layernorm"])
+    for norm in (*norms, around["post_attention_layernorm"]):
+        if norm is not None and (not is_ours(norm) or is_called(norm)):
+            return "a norm is hooked, or its forward is not ours"
+    return "hooks" if is_called(layer.self_attn) else None
 
 
 def is_ours(norm: nn.Module) -> bool:
