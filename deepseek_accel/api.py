@@ -43,6 +43,13 @@ def _parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def _check_same(state: Optimized, options: OptimizeConfig) -> None:
+    if (state.config.ordered(), state.config.allow_skips) != (options.ordered(), options.allow_skips):
+        raise PlanError(
+            "the model is already optimized with another config; call `restore(model)` first, then `optimize` again"
+        )
+
+
 def plan(model: nn.Module, config: Config = None) -> Plan:
     """What `optimize(model, config)` would do. Touches nothing, and needs no weights (a model on "meta" will do).
 
@@ -52,6 +59,9 @@ def plan(model: nn.Module, config: Config = None) -> Plan:
     options = OptimizeConfig.of(config)
     inner = families.unwrap(model)
     family = families.find(inner)
+    if (state := _state(inner)) is not None:
+        _check_same(state, options)
+        return Plan(family.model_type)  # nothing left to do
     context = Context(options.passes, Counter())
     result = Plan(family.model_type, context=context)
     for p in options.ordered():
@@ -75,11 +85,8 @@ def optimize(model: Model, config: Config = None) -> Model:
     inner = families.unwrap(model)
     options = OptimizeConfig.of(config)
     if (state := _state(inner)) is not None:
-        if (state.config.ordered(), state.config.allow_skips) == (options.ordered(), options.allow_skips):
-            return model
-        raise PlanError(
-            "the model is already optimized with another config; call `restore(model)` first, then `optimize` again"
-        )
+        _check_same(state, options)
+        return model
     intended = plan(inner, options)
     journal = Journal()
     state = Optimized(options, journal, intended.rows(), intended.context.counters, _parameter_bytes(inner))

@@ -343,7 +343,11 @@ def test_continuous_batching(model_type):
     expected = [run(model, batch(n), max_new_tokens=6)[0, n:].tolist() for n in (23, 9)]
     config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     optimize(model, CONFIG)
-    results = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+    # unless told otherwise it takes most of the machine's memory, and tests run side by side
+    small = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64)
+    results = model.generate_batch(
+        prompts, generation_config=config, continuous_batching_config=small, progress_bar=False
+    )
     assert sorted(out.generated_tokens for out in results.values()) == sorted(expected)
     assert run(model, batch(23), max_new_tokens=6)[0, 23:].tolist() == expected[0]
 

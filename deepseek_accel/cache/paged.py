@@ -6,6 +6,7 @@ grouped-query attention the keys of all heads, then the values of all heads.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -93,6 +94,7 @@ class _Pools:
         self.counters = counters
         self.by_place: dict[tuple[torch.device, int | None], PagePool] = {}
         self.all: list[PagePool] = []
+        self.layers: list[PagedLayer] = []
 
     def at(self, device: torch.device, window: int | None, num_rows: int) -> PagePool:
         if (device, window) not in self.by_place:
@@ -137,6 +139,7 @@ class PagedLayer(CacheLayerMixin):
         self.window, self.record_past = window, False
         self.length = 0
         self._layer, self._pools, self._reader = layer, pools, reader
+        pools.layers.append(self)
 
     def __repr__(self) -> str:
         return f"PagedLayer(tokens={self.length}, page_size={self._pools.page_size})"
@@ -162,6 +165,13 @@ class PagedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self._pools.check_new(key_states.device, self.window, rows, count)
             self.lazy_initialization(key_states, value_states)
+        self._check_shape(key_states, value_states)
+        if start and key_states.requires_grad and torch.is_grad_enabled():
+            warnings.warn(
+                "A paged cache holds values, not autograd graphs: no gradient will reach the tokens of earlier calls. "
+                "Pass a DynamicCache to train through several calls.",
+                stacklevel=2,
+            )
         self._extend(rows, count)
         if count:
             self._write(key_states.detach(), value_states.detach(), start, self.length)
@@ -177,6 +187,15 @@ class PagedLayer(CacheLayerMixin):
         start = self.length
         self._extend(rows, count)
         return self._pages(), self.pool.slots(start, self.length)
+
+    def _check_shape(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        given = (keys.shape[1], keys.shape[-1], values.shape[-1])
+        held = (self.num_heads, self.key_dim, self.value_dim)
+        if given != held:
+            raise ValueError(
+                f"this cache holds entries of (heads, key, value) sizes {held}, the new ones have {given}: "
+                "it was filled by another model. Make one for this model with `paged_cache(model)`."
+            )
 
     def _extend(self, rows: int, count: int) -> None:
         self.pool.check_rows(rows)
@@ -248,9 +267,13 @@ class PagedLayer(CacheLayerMixin):
         self.length = length
         if self.is_initialized:
             self.pool.drop_before(self._first_needed(length))
+            self.pool.trim(max(layer.length for layer in self._pools.layers if layer.shares(self.pool)))
+
+    def shares(self, pool: PagePool) -> bool:
+        return self.is_initialized and self.pool is pool
 
     def reset(self) -> None:
-        """Forget every token and every row. The memory stays reserved."""
+        """Forget every token and every row."""
         self.length = 0
         if self.is_initialized:
             self._leave()
@@ -316,8 +339,6 @@ class PagedCache(DynamicCache):
             layer._check_crop(length)
         for layer, length in zip(self.layers, lengths, strict=True):
             layer._crop_to(length)
-        for pool in self._pools.all:
-            pool.trim(max((layer.length for layer in self.layers if layer.is_initialized), default=0))
 
     def reset(self) -> None:
         """Forget every token and every row, so that the next call may have another batch size."""

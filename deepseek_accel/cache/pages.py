@@ -44,6 +44,10 @@ class PageTable:
         """One more than the largest page id ever handed out: what the memory must hold."""
         return len(self._references)
 
+    def high_water_after(self, start: int, stop: int) -> int:
+        """What `high_water` will be after `extend(start, stop)`."""
+        return self.high_water + max(0, self.missing(start, stop) - len(self._free))
+
     def references(self, page: int) -> int:
         return self._references[page]
 
@@ -215,7 +219,8 @@ class PagePool:
     def add_layer(self, layer: int, width: int, dtype: torch.dtype) -> None:
         """Make room for the tokens of `layer`, `width` values each."""
         pages = max(self.table.high_water, self._reserved_pages())
-        self.storages[layer] = torch.empty(pages, self.page_size, width, dtype=dtype, device=self.device)
+        with torch.inference_mode(False):  # so that pages filled in inference mode can be written outside of it
+            self.storages[layer] = torch.empty(pages, self.page_size, width, dtype=dtype, device=self.device)
 
     def bytes_held(self) -> int:
         """Bytes of the pages in use."""
@@ -255,11 +260,11 @@ class PagePool:
         """Make tokens [start, stop) writable in every layer. The other layers' calls in the same step cost nothing."""
         if self._prepared == (start, stop):
             return
+        # memory first: were it to run out after the table has changed, the rows would point at pages never written
+        self._grow(self.table.high_water_after(start, stop))
         for source, target in self.table.extend(start, stop):
-            self._grow()
             for storage in self.storages.values():
                 storage[target].copy_(storage[source])
-        self._grow()
         self._prepared = (start, stop)
         self.counters["kv_cache: most pages in use"] = max(
             self.counters["kv_cache: most pages in use"], self.table.pages_in_use
@@ -333,9 +338,11 @@ class PagePool:
         pages = self.num_rows * -(-self.reserve_tokens // self.page_size)
         return pages if self.table.max_pages is None else min(pages, self.table.max_pages)
 
-    def _grow(self) -> None:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _grow(self, need: int) -> None:
         for layer, storage in self.storages.items():
-            if (need := self.table.high_water) > len(storage):
+            if need > len(storage):
                 capacity = max(need, int(len(storage) * self.GROWTH))
                 if self.table.max_pages is not None:
                     capacity = max(need, min(capacity, self.table.max_pages))

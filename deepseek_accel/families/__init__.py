@@ -23,9 +23,13 @@ def known() -> list[str]:
 
 def unwrap(model: nn.Module) -> Any:
     """The transformers model inside a PEFT wrapper or a `torch.compile` wrapper, or `model` itself."""
-    model = getattr(model, "_orig_mod", model)
-    get_base_model = getattr(model, "get_base_model", None)
-    return get_base_model() if get_base_model is not None else model
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
 
 
 def find(model: nn.Module) -> Family:
@@ -37,6 +41,10 @@ def find(model: nn.Module) -> Family:
         )
     name, module = type(model).__name__, type(model).__module__
     model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if isinstance(getattr(model, "module", None), nn.Module) and model_type is None:
+        raise UnsupportedModelError(
+            f"{name} wraps another model. Call `optimize(model.module)`, best before wrapping it."
+        )
     if module.startswith("transformers_modules"):
         raise UnsupportedModelError(f"{name} was loaded from remote code ({module}). {NATIVE}")
     if model_type not in known():

@@ -319,8 +319,9 @@ def mask_arguments(mask: torch.Tensor | None) -> dict[str, Any]:
     return {
         "mask": mask.view(torch.uint8) if is_bool else mask,
         "mask_floor": 0.0 if is_bool else torch.finfo(mask.dtype).min,
-        "mask_stride_b": mask.stride(0),
-        "mask_stride_s": mask.stride(2),
+        # a dimension of size one stands for all rows or queries
+        "mask_stride_b": mask.stride(0) if mask.shape[0] > 1 else 0,
+        "mask_stride_s": mask.stride(2) if mask.shape[2] > 1 else 0,
         "mask_stride_t": mask.stride(3),
         "MASK_IS_BOOL": is_bool,
     }

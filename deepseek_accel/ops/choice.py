@@ -1,6 +1,7 @@
 """Which implementation an op uses on a device. Decided once per device, never at a failing call."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import sys
 
@@ -16,6 +17,9 @@ def triton_missing() -> str | None:
         import triton.language  # noqa: F401
     except ImportError as error:
         return f"Triton does not import ({error})"
+    version = importlib.metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 3):
+        return f"Triton {version} is installed; the kernels need 3.3 or newer"
     return None
 
 

@@ -221,6 +221,8 @@ def why_stock(
         return f"mask of {implementation}"
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] == 1):
         return "mask differs by head"
+    if mask is not None and mask.shape[-1] != num_keys:
+        return "mask of another length than the keys"
     if mask is None and query.shape[2] not in (1, num_keys):
         return "mask aligned to the first key"
     if kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
@@ -230,11 +232,12 @@ def why_stock(
 
 def is_plain(linear: Any, like: torch.Tensor) -> bool:
     """Whether `linear` is nothing but its weight: not wrapped, quantized, hooked, offloaded or of another dtype."""
+    if type(linear) is not nn.Linear or "forward" in vars(linear) or is_called(linear):
+        return False
+    weight: Any = linear._parameters.get("weight")
     return (
-        type(linear) is nn.Linear
-        and "forward" not in vars(linear)
-        and not is_called(linear)
-        and (weight := linear._parameters["weight"]) is not None
+        type(weight) in (nn.Parameter, torch.Tensor)  # not a quantized or sharded tensor in disguise
+        and weight.is_contiguous()
         and weight.dtype == like.dtype
         and weight.device == like.device
     )

@@ -33,6 +33,8 @@ def why_foreign(module: Any) -> str | None:
     """Why this module's forward is not the one of transformers, so that we must not stand in for it, or None."""
     if not type(module).__module__.startswith(("transformers.", "torch.nn.")):
         return f"its class {type(module).__module__}.{type(module).__name__} is not of transformers"
+    if not type(module).forward.__module__.startswith(("transformers.", "torch.nn.")):
+        return f"the forward of its class was replaced by {type(module).forward.__module__}"
     forward = vars(module).get(forward_slot(module))
     if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
         return "its forward was replaced"

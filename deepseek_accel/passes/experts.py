@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..families.base import Family, RouterRule
+from ..families.base import Family
 from ..journal import forward_slot
 from ..ops.choice import why_not_triton
 from ..ops.experts import fused_experts
@@ -26,23 +26,21 @@ from .base import Pass, count, is_called, needs_gradients, why_foreign
 
 
 def gate_forward(
-    gate: Any, hidden_states: torch.Tensor, rule: RouterRule, counters: Counter[str]
+    gate: Any, hidden_states: torch.Tensor, family: Family, counters: Counter[str]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """hidden_states [..., D] -> router logits [T, E], weights [T, K], expert ids [T, K], as the stock gate returns."""
-    if needs_gradients(gate, hidden_states):
+    if torch.compiler.is_compiling() or needs_gradients(gate, hidden_states):
         count(counters, "experts: stock router (gradients)")
         return type(gate).forward(gate, hidden_states)
     count(counters, "experts: fused router")
-    return choose_experts(gate, hidden_states.view(-1, hidden_states.shape[-1]), rule)
+    return choose_experts(gate, hidden_states.view(-1, hidden_states.shape[-1]), family)
 
 
-def choose_experts(
-    gate: Any, hidden: torch.Tensor, rule: RouterRule
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def choose_experts(gate: Any, hidden: torch.Tensor, family: Family) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """hidden [T, D] -> logits [T, E], weights [T, K], expert ids [T, K], in fp32 throughout."""
     logits = F.linear(hidden.float(), gate.weight.float())
-    bias = gate._buffers.get("e_score_correction_bias")
-    return logits, *route(logits, None if bias is None else bias.float(), **vars(rule))
+    bias = getattr(gate, "e_score_correction_bias", None)
+    return logits, *route(logits, None if bias is None else bias.float(), **vars(family.router(gate)))
 
 
 def experts_forward(
@@ -64,8 +62,12 @@ def experts_forward(
 
 def why_stock_experts(experts: Any, implementation: str | None, *inputs: torch.Tensor) -> str | None:
     """Why this call runs transformers' own experts, or None. `implementation` is what the config said at first."""
+    if torch.compiler.is_compiling():
+        return "torch.compile"
     if needs_gradients(experts, *inputs):
         return "gradients"
+    if experts.gate_up_proj.stride(-1) != 1 or experts.down_proj.stride(-1) != 1:
+        return "weights stored transposed"
     if inputs[0].dtype != experts.gate_up_proj.dtype:
         return "mixed dtypes"
     if is_called(experts.act_fn):
@@ -77,10 +79,11 @@ def why_stock_experts(experts: Any, implementation: str | None, *inputs: torch.T
     return None
 
 
-def why_not_routed(gate: Any, rule: RouterRule) -> str | None:
+def why_not_routed(gate: Any, family: Family) -> str | None:
     """Why this router does not choose as `ops.router.route` does, or None if it does."""
     if (reason := why_foreign(gate)) is not None:
         return reason
+    rule = family.router(gate)
     if rule.group_score is not None and rule.top_k > rule.topk_groups * (gate.num_experts // rule.num_groups):
         return f"it chooses {rule.top_k} experts from groups that hold fewer"
     return None
@@ -93,9 +96,9 @@ def why_not_fused(experts: Any) -> str | None:
     if (reason := why_foreign(experts)) is not None:
         return reason
     for name in ("gate_up_proj", "down_proj"):
-        weight = getattr(experts, name, None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 3 or not weight.is_floating_point():
-            return f"its {name} is not a 3-D floating-point tensor"
+        weight: Any = getattr(experts, name, None)
+        if type(weight) not in (nn.Parameter, torch.Tensor) or weight.dim() != 3 or not weight.is_floating_point():
+            return f"its {name} is not a plain 3-D floating-point tensor"
     if type(experts)._apply_gate is not moe._default_apply_gate:
         return "it has a gate function of its own"
     if type(experts.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
@@ -119,11 +122,10 @@ class FusedExperts(Pass):
         applied = False
         for where, block in blocks:
             gate, experts = block.gate, block.experts
-            rule = family.router(gate)
-            if (why := why_not_routed(gate, rule)) is not None:
+            if (why := why_not_routed(gate, family)) is not None:
                 yield Skip(f"{where}.gate", why)
             else:
-                choose = partial(partial, gate_forward, gate, rule=rule, counters=context.counters)
+                choose = partial(partial, gate_forward, gate, family=family, counters=context.counters)
                 yield Edit(gate, forward_slot(gate), choose, f"{where}.gate")
             if (why := why_not_fused(experts)) is not None:
                 yield Skip(f"{where}.experts", why)

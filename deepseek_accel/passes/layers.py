@@ -33,7 +33,7 @@ from .experts import choose_experts, experts_forward, gate_forward, why_stock_ex
 
 def norm_forward(norm: Any, hidden_states: torch.Tensor, counters: Counter[str]) -> torch.Tensor:
     """hidden_states [..., D] -> the same shape, normalised in fp32 and scaled by the norm's weight."""
-    if needs_gradients(norm, hidden_states):
+    if torch.compiler.is_compiling() or needs_gradients(norm, hidden_states):
         count(counters, "layers: stock norm (gradients)")
         return type(norm).forward(norm, hidden_states)
     count(counters, "layers: fused norm")
@@ -90,7 +90,7 @@ class LatentStep:
         count(self.counters, "experts: fused router")
         count(self.counters, "experts: fused")
         flat = normed.view(-1, size)
-        _, weights, indices = choose_experts(gate, flat, vars(gate)["forward"].keywords["rule"])
+        _, weights, indices = choose_experts(gate, flat, self.family)
         experts, shared = mlp.experts, mlp.shared_experts._modules
         out = mixture(
             flat,
@@ -119,9 +119,10 @@ def layer_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, step: Lat
 def project_query(parts: Any, normed: torch.Tensor) -> torch.Tensor:
     """normed [B, S, D] -> queries [B, S, H (N + R)], through the low-rank pair of projections if the model has one."""
     if (direct := parts.get("q_proj")) is not None:
-        return F.linear(normed, direct.weight)
+        return F.linear(normed, direct.weight, direct.bias)
     down, norm, up = parts["q_a_proj"], parts["q_a_layernorm"], parts["q_b_proj"]
-    return F.linear(rms_norm(F.linear(normed, down.weight, down.bias), norm.weight, norm.variance_epsilon), up.weight)
+    low = rms_norm(F.linear(normed, down.weight, down.bias), norm.weight, norm.variance_epsilon)
+    return F.linear(low, up.weight, up.bias)
 
 
 def why_not_step(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwargs: dict[str, Any]) -> str | None:
@@ -135,6 +136,8 @@ def why_not_step(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwarg
     held: Any = layers[attention.layer_idx] if attention.layer_idx < len(layers) else None
     if not hasattr(held, "append"):
         return "not a paged cache"
+    if held.length and (held.key_dim, held.value_dim) != (attention.kv_lora_rank, attention.qk_rope_head_dim):
+        return "the cache holds entries of another shape"
     if held.length == 0 or held.device != hidden_states.device or held.dtype != hidden_states.dtype:
         return "prefill" if held.length == 0 else "the cache is elsewhere or of another dtype"
     num_queries = hidden_states.shape[1]

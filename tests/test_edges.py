@@ -1,0 +1,190 @@
+"""What people do to a model around `optimize`: each of these once gave a wrong result or an unhelpful error."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import interpret
+from torch import nn
+
+from deepseek_accel import PlanError, UnsupportedModelError, optimize, plan, report
+from deepseek_accel.cache import paged_cache
+from deepseek_accel.ops.mla_attention import CASES, case_inputs, latent_attention_reference
+from deepseek_accel.testing import relative_error, tiny_model
+from deepseek_accel.versions import cache_argument
+
+IDS = torch.randint(2, 128, (1, 20), generator=torch.Generator().manual_seed(3))
+
+
+def decode(model, make_cache=None, steps=6):
+    """Logits of a prefill and of `steps` single tokens, on a paged cache unless told otherwise."""
+    from transformers import DynamicCache
+
+    cache = make_cache() if make_cache else DynamicCache(config=model.config)
+    with torch.no_grad():
+        out = [model(IDS[:, :-steps], **{cache_argument(): cache}, use_cache=True).logits[:, -1]]
+        for i in range(IDS.shape[1] - steps, IDS.shape[1]):
+            out.append(model(IDS[:, i : i + 1], **{cache_argument(): cache}, use_cache=True).logits[:, -1])
+    return torch.stack(out)
+
+
+def check(model, change=lambda model: None, *, before=lambda model: None, expect_step=True):
+    """The optimized model, after `change`, decodes as the stock one does after the same change."""
+    before(model)
+    change(model)
+    expected = decode(model)
+    optimize(model)
+    change(model)
+    assert relative_error(decode(model, lambda: paged_cache(model)), expected) < 1e-4
+    assert (report(model).counters.get("layers: fused step", 0) > 0) == expect_step
+
+
+def test_projection_biases_reach_the_fused_step():
+    def add_bias(model):
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias = nn.Parameter(torch.randn(layer.self_attn.q_proj.out_features))
+
+    check(tiny_model("deepseek_v3", q_lora_rank=None), before=add_bias)
+
+
+def test_router_options_may_change_afterwards():
+    def one_expert(model):
+        for layer in model.model.layers[1:]:
+            layer.mlp.gate.top_k, layer.mlp.gate.routed_scaling_factor = 1, 0.5
+
+    check(tiny_model("deepseek_v3"), one_expert)
+
+
+def test_correction_bias_may_be_a_parameter():
+    def trainable(model):
+        for layer in model.model.layers[1:]:
+            gate = layer.mlp.gate
+            bias = gate._buffers.pop("e_score_correction_bias", None)
+            if bias is not None:
+                gate.e_score_correction_bias = nn.Parameter(bias * 5, requires_grad=False)
+
+    check(tiny_model("deepseek_v3"), before=trainable)
+
+
+def test_weights_stored_transposed():
+    def transpose(model):
+        for layer in model.model.layers:
+            weight = layer.self_attn.kv_b_proj.weight
+            weight.data = weight.data.t().contiguous().t()
+
+    check(tiny_model("deepseek_v2"), before=transpose, expect_step=False)
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp", "input_layernorm"])
+def test_a_forward_replaced_on_the_class_is_called(part, monkeypatch):
+    model = tiny_model("deepseek_v3")
+    kind = type(getattr(model.model.layers[1], part))
+    stock, calls = kind.forward, []
+
+    def patched(self, *args, **kwargs):
+        calls.append(1)
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", patched)
+    decode(model)
+    expected = len(calls)
+    optimize(model)
+    calls.clear()
+    decode(model, lambda: paged_cache(model))
+    assert len(calls) == expected
+
+
+def test_quantized_weights_in_disguise_are_left_alone():
+    class Packed(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function not in (F.linear, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__):
+                raise AssertionError(f"{function} of a packed weight")
+            plain = [a.as_subclass(torch.Tensor) if isinstance(a, Packed) else a for a in args]
+            return function(*plain, **(kwargs or {}))
+
+    model = tiny_model("deepseek_v2")
+    expected = decode(model)
+    optimize(model)
+    for layer in model.model.layers:
+        weight = layer.self_attn.kv_b_proj.weight.detach()
+        del layer.self_attn.kv_b_proj._parameters["weight"]
+        layer.self_attn.kv_b_proj._parameters["weight"] = weight.as_subclass(Packed)
+    assert relative_error(decode(model, lambda: paged_cache(model)), expected) < 1e-4
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it():
+    model = optimize(tiny_model("deepseek_v3"))
+    expected = model.generate(IDS, max_new_tokens=5, do_sample=False)
+    cache = paged_cache(model)
+    with torch.inference_mode():
+        model(IDS[:, :-1], **{cache_argument(): cache})
+    assert torch.equal(model.generate(IDS, max_new_tokens=5, do_sample=False, **{cache_argument(): cache}), expected)
+
+
+def test_running_out_of_memory_in_a_copy_changes_nothing(monkeypatch):
+    model = optimize(tiny_model("deepseek_v3"))
+    cache = paged_cache(model, page_size=16)
+    with torch.no_grad():
+        model(IDS, **{cache_argument(): cache})
+        cache.batch_repeat_interleave(3)
+        token = torch.tensor([[5], [6], [7]])
+        real = torch.empty
+
+        def full(*shape, **kwargs):
+            if len(shape) == 3:
+                raise torch.OutOfMemoryError("no memory")
+            return real(*shape, **kwargs)
+
+        monkeypatch.setattr(torch, "empty", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(token, **{cache_argument(): cache})
+        monkeypatch.undo()
+        retried = model(token, **{cache_argument(): cache}).logits
+        for row in range(3):
+            whole = torch.cat((IDS, token[row : row + 1]), 1)
+            assert relative_error(retried[row, -1], model(whole).logits[0, -1]) < 1e-4
+
+
+def test_a_cache_of_another_model_is_refused():
+    cache = paged_cache(optimize(tiny_model("deepseek_v3")))
+    with torch.no_grad():
+        tiny_model("deepseek_v3")(IDS[:, :4])
+        optimize(model := tiny_model("deepseek_v3"))
+        model(IDS[:, :4], **{cache_argument(): cache})
+        other = optimize(tiny_model("deepseek_v3", kv_lora_rank=40))
+        with pytest.raises(ValueError, match="another model"):
+            other(IDS[:, 4:5], **{cache_argument(): cache})
+
+
+def test_lost_gradients_are_announced():
+    model = tiny_model("llama")
+    cache = paged_cache(model)
+    model(IDS[:, :4], **{cache_argument(): cache})
+    with pytest.warns(UserWarning, match="not autograd graphs"):
+        model(IDS[:, 4:8], **{cache_argument(): cache})
+
+
+def test_wrappers_are_named():
+    with pytest.raises(UnsupportedModelError, match=r"optimize\(model.module\)"):
+        optimize(nn.DataParallel(tiny_model("llama")))
+
+
+def test_plan_of_an_optimized_model():
+    model = optimize(tiny_model("llama"))
+    assert not list(plan(model).edits())
+    with pytest.raises(PlanError, match="already optimized"):
+        plan(model, {"kv_cache": {}})
+
+
+def broadcast_mask_error() -> float:
+    from deepseek_accel.kernels.mla_attention import launch
+
+    case = next(c for c in CASES if c.mask == "bool" and len(c.lengths) > 1)
+    inputs = case_inputs(case, torch.float32)
+    inputs["mask"] = inputs["mask"][-1:]
+    expected = latent_attention_reference(**inputs)
+    return (launch(**inputs) - expected).abs().max().item()
+
+
+def test_one_mask_for_all_rows():
+    assert interpret(broadcast_mask_error) < 1e-5
