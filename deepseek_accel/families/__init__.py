@@ -21,7 +21,7 @@ def known() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
 
 
-def unwrap(model: nn.Module) -> Any:
+def unwrap(model: Any) -> Any:
     """The transformers model inside a PEFT wrapper or a `torch.compile` wrapper, or `model` itself."""
     while True:
         if hasattr(model, "_orig_mod"):
