@@ -30,6 +30,15 @@ def _silu(value):
 
 
 @triton.jit
+def _short_chain(sums, part, step):
+    """Every fourth step moves `part` to `sums`. In fp32 one long chain of additions loses what shorter ones keep."""
+    if step % 4 == 3:
+        sums += part
+        part = tl.zeros_like(part)
+    return sums, part
+
+
+@triton.jit
 def pair_gate_up_kernel(
     hidden,  # [T, D]
     indices,  # [T * K]
@@ -230,6 +239,7 @@ def tile_gate_up_kernel(
     up_rows = gate_rows + tl.full([], I, tl.int64) * row_stride
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    gate_sum, up_sum = gate, up
     for start in range(0, D, BLOCK_K):
         if EVEN:
             value = tl.load(x, mask=used[:, None], other=0.0)
@@ -242,9 +252,14 @@ def tile_gate_up_kernel(
             up_weight = tl.load(up_rows, mask=in_row[:, None], other=0.0)
         gate = tl.dot(value, gate_weight, gate, input_precision=PRECISION)
         up = tl.dot(value, up_weight, up, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            gate_sum, gate = _short_chain(gate_sum, gate, start // BLOCK_K)
+            up_sum, up = _short_chain(up_sum, up, start // BLOCK_K)
         x += BLOCK_K
         gate_rows += BLOCK_K
         up_rows += BLOCK_K
+    if PRECISION == "ieee":
+        gate, up = gate_sum + gate, up_sum + up
     pointers = active + sorted_row.to(tl.int64)[:, None] * I + outer[None, :]
     tl.store(pointers, (_silu(gate) * up).to(active.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
@@ -282,6 +297,7 @@ def tile_down_kernel(
     x = active + sorted_row.to(tl.int64)[:, None] * I + inner[None, :]
     rows = down + expert * expert_stride + safe[None, :] * row_stride + inner[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total_sum = total
     for start in range(0, I, BLOCK_K):
         if EVEN:
             value = tl.load(x, mask=used[:, None], other=0.0)
@@ -291,8 +307,12 @@ def tile_down_kernel(
             value = tl.load(x, mask=used[:, None] & in_row[None, :], other=0.0)
             weight = tl.load(rows, mask=in_row[:, None], other=0.0)
         total = tl.dot(value, weight, total, input_precision=PRECISION)
+        if PRECISION == "ieee":
+            total_sum, total = _short_chain(total_sum, total, start // BLOCK_K)
         x += BLOCK_K
         rows += BLOCK_K
+    if PRECISION == "ieee":
+        total += total_sum
     pointers = outputs + pair[:, None] * D + outer[None, :]
     tl.store(pointers, total.to(outputs.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
