@@ -188,3 +188,25 @@ def broadcast_mask_error() -> float:
 
 def test_one_mask_for_all_rows():
     assert interpret(broadcast_mask_error) < 1e-5
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.shared_experts", "mlp.gate", "mlp.experts", "self_attn"])
+def test_accelerate_hooks_inside_a_layer_are_called(part):
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Count(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            Count.calls += 1
+            return args, kwargs
+
+    model = tiny_model("deepseek_v3")
+    for layer in model.model.layers[1:]:
+        add_hook_to_module(layer.get_submodule(part), Count())
+    decode(model)
+    expected = Count.calls
+    Count.calls = 0
+    optimize(model)
+    decode(model, lambda: paged_cache(model))
+    assert Count.calls == expected

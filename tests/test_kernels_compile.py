@@ -24,6 +24,7 @@ MAX_SPILL_BYTES = 512
 
 ATTENTION_KERNELS = [
     ("combine", "combine_kernel"),
+    ("combine", "combine_project_kernel"),
     ("gqa_attention", "gqa_attention_kernel"),
     ("mla_attention", "mla_attention_kernel"),
 ]

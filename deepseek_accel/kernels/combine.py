@@ -376,5 +376,5 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         weight = torch.empty(heads, 128, 512, dtype=torch.bfloat16, device="meta")
         out = torch.empty(1, 1, heads, 128, dtype=torch.bfloat16, device="meta")
         launch = combine_project_launch(*parts_like(query, 32, 512), weight, out)
-        cases += [compile_case(f"combine_project H{heads}", launch, capability) for capability in (80, 90, 100)]
+        cases += [compile_case(f"combine_project H{heads}", launch, capability) for capability in (80, 89, 90, 100)]
     return cases

@@ -9,6 +9,9 @@ Otherwise pairs are sorted by expert and go through tensor cores tile by tile:
   3. `tile_down_kernel`     outputs of every pair, in the original order
   4. `combine_kernel`       the weighted sum over K, in order
 
+Both ways are in one file, long as it is, since they are two ways to compute one contract, that of
+`ops.experts.fused_experts`, and `launch` chooses between them.
+
 Address arithmetic is in int64: pairs x sizes and expert x sizes pass 2^31 for V3.
 """
 

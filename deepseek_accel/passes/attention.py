@@ -147,7 +147,7 @@ def attend_pages(
 ) -> torch.Tensor:
     """Absorbed attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over the latents in `pages`: [B, S, H, V]."""
     causal = mask is None and q_latent.shape[1] > 1
-    if not uses_triton(q_latent.device):
+    if not uses_triton(q_latent.device) or q_latent.dtype == torch.float64:
         latent, k_rope = pages.gather()
         return project_values(dense_latent_attention(q_latent, q_rope, latent, k_rope, scale, mask, causal), w_uv)
     pool = pages.pool
@@ -261,6 +261,8 @@ def why_gather(query: torch.Tensor) -> str | None:
         return reason
     if query.shape[2] > 16:
         return "prefill"
+    if query.dtype == torch.float64:
+        return "float64"
     return None
 
 

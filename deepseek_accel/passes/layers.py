@@ -140,6 +140,8 @@ def why_not_step(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwarg
         return "the cache holds entries of another shape"
     if held.length == 0 or held.device != hidden_states.device or held.dtype != hidden_states.dtype:
         return "prefill" if held.length == 0 else "the cache is elsewhere or of another dtype"
+    if hidden_states.dtype == torch.float64:
+        return "float64"
     num_queries = hidden_states.shape[1]
     num_keys = held.get_mask_sizes(num_queries)[0]
     dropout = attention.attention_dropout if attention.training else 0.0
@@ -185,6 +187,8 @@ def fuses_mixture(block: Any, like: torch.Tensor) -> bool:
     if getattr(experts_call, "func", None) is not experts_forward or why_foreign(block) or why_foreign(shared):
         return False
     if why_stock_experts(experts, experts_call.keywords["implementation"], like) is not None:
+        return False
+    if any("_hf_hook" in vars(part) for part in (block, shared)):
         return False
     activation = shared.act_fn
     if gate._forward_hooks or any(map(is_called, (block, gate, experts, shared, activation))):
