@@ -106,6 +106,8 @@ def restore(model: Model) -> Model:
     """
     if (state := _state(model)) is not None:
         state.journal.undo()
+    else:
+        families.check_is_module(model)
     return model
 
 

@@ -42,6 +42,8 @@ class OptimizeConfig:
                 raise PlanError(f"{p.__name__} is a class; write `{p.__name__}()`")
             if not isinstance(p, Pass):
                 raise PlanError(f"{p!r} is not a pass; known passes: {', '.join(passes.PASSES)}")
+        if not self.passes:
+            raise PlanError("no passes given; leave `config` out for every pass that keeps the model's numbers")
         names = [p.name for p in self.passes]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise PlanError(f"the same pass is given twice: {', '.join(twice)}. Give each pass once.")

@@ -69,7 +69,7 @@ class Step:
         return "partly applied" if self.skips else "applied"
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """What `optimize` would do to a model: `print(plan)` shows it, a notebook shows it as a table."""
 
@@ -114,16 +114,23 @@ class Plan:
         ]
 
     def __str__(self) -> str:
+        if not self.steps:
+            return f"plan for {self.model_type}: already optimized with this config; nothing to do"
         return f"plan for {self.model_type}\n{format_rows(self.rows())}"
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
+        if not self.steps:
+            return f"<p>{html.escape(str(self))}</p>"
         return f"<p>plan for {html.escape(self.model_type)}</p>{html_rows(self.rows())}"
 
 
 def format_rows(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
-        lines.append(f"  {row['pass']:<12} {row['status']:<14} {row['effect']:<9} {row['edits']:>4} edits")
+        edits = f"{row['edits']:>4} edit{'s' * (row['edits'] != 1)}"
+        lines.append(f"  {row['pass']:<12} {row['status']:<14} {row['effect']:<9} {edits}")
         lines += [f"    skipped {text}" for text in row["skipped"]]
         lines += [f"    {text}" for text in row["notes"]]
     return "\n".join(lines)

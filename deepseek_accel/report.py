@@ -9,7 +9,7 @@ from typing import Any
 from .plan import format_rows, html_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The state of one model. `print(report(model))` shows it; `to_dict()` is ready for JSON."""
 
@@ -48,6 +48,8 @@ class Report:
         return "\n".join(
             [f"{self.model_type}: optimized", format_rows(self.passes), *(f"  {line}" for line in self._facts())]
         )
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         if not self.optimized:

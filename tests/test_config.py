@@ -18,6 +18,7 @@ from deepseek_accel import (
     optimize,
     plan,
     report,
+    restore,
 )
 from deepseek_accel.testing import picture, tiny_config, tiny_model
 
@@ -42,6 +43,8 @@ def model():
         ([KVCache(), KVCache(page_size=16)], "given twice"),
         (["attention"], "is not a pass"),
         ("attention", "must be an OptimizeConfig"),
+        ({}, "no passes given"),
+        ([], "no passes given"),
         (7, "must be an OptimizeConfig"),
     ],
 )
@@ -88,8 +91,9 @@ def test_unsupported_models():
         optimize(small)
     with pytest.raises(UnsupportedModelError, match="model_type=None"):
         optimize(nn.Linear(2, 2))
-    with pytest.raises(UnsupportedModelError, match="expected a loaded transformers model"):
-        optimize("deepseek-ai/DeepSeek-V2-Lite")
+    for verb in (optimize, plan, report, restore):
+        with pytest.raises(UnsupportedModelError, match="expected a loaded transformers model"):
+            verb("deepseek-ai/DeepSeek-V2-Lite")
     assert issubclass(UnsupportedModelError, AccelError)
 
 

@@ -200,6 +200,7 @@ def load(name: str, device: Any, dtype: Any) -> Subject:
     Raises AccelError if there is neither, CheckpointError if the directory cannot be read.
     """
     if name in SHAPES:
+        require_memory(name, device, dtype)
         return Subject(name, random_model(SHAPES[name], device, dtype))
     if name == TINY:
         from .. import models
@@ -213,6 +214,23 @@ def load(name: str, device: Any, dtype: Any) -> Subject:
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, local_files_only=True)
     return Subject(name, model.to(device).eval())
+
+
+def require_memory(name: str, device: Any, dtype: Any) -> None:
+    """Raise AccelError if the weights of a shape would not fit; an operating system may kill the process instead."""
+    import psutil
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
+    need = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if need > free:
+        raise AccelError(
+            f"{name} needs {need / 2**30:.0f} GiB for its weights in {str(dtype).removeprefix('torch.')}, and "
+            f"{free / 2**30:.0f} GiB are free on {device}. Try --model tiny, or --dtype bfloat16."
+        )
 
 
 def heldout_ids(tokenizer: Any) -> Any:

@@ -32,13 +32,18 @@ def unwrap(model: Any) -> Any:
             return model
 
 
-def find(model: nn.Module) -> Family:
-    """The family of an unwrapped model. Raises UnsupportedModelError with what to do instead."""
+def check_is_module(model: Any) -> None:
+    """Raise UnsupportedModelError unless `model` is a torch module."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"expected a loaded transformers model, got {type(model).__name__!r}. "
             "Load one first: `AutoModelForCausalLM.from_pretrained(path)`."
         )
+
+
+def find(model: nn.Module) -> Family:
+    """The family of an unwrapped model. Raises UnsupportedModelError with what to do instead."""
+    check_is_module(model)
     name, module = type(model).__name__, type(model).__module__
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if isinstance(getattr(model, "module", None), nn.Module) and model_type is None:
@@ -47,6 +52,10 @@ def find(model: nn.Module) -> Family:
         )
     if module.startswith("transformers_modules"):
         raise UnsupportedModelError(f"{name} was loaded from remote code ({module}). {NATIVE}")
+    if model_type is None:
+        raise UnsupportedModelError(
+            f"{name} is not a transformers model (model_type=None); this version knows {', '.join(known())}."
+        )
     if model_type not in known():
         raise UnsupportedModelError(
             f"no family file for model_type={model_type!r} ({name}); this version knows {', '.join(known())}."
