@@ -1,7 +1,6 @@
 """Which implementation an op uses on a device. Decided once per device, never at a failing call."""
 
 import functools
-import importlib.metadata
 import importlib.util
 import sys
 
@@ -14,10 +13,10 @@ def triton_missing() -> str | None:
     if importlib.util.find_spec("triton") is None or sys.modules.get("triton", ...) is None:
         return "Triton is not installed"
     try:
-        import triton.language  # noqa: F401
+        import triton.language
     except ImportError as error:
         return f"Triton does not import ({error})"
-    version = importlib.metadata.version("triton")
+    version = str(triton.__version__)
     if tuple(int(part) for part in version.split(".")[:2]) < (3, 3):
         return f"Triton {version} is installed; the kernels need 3.3 or newer"
     return None
