@@ -62,6 +62,11 @@ def plan(model: nn.Module, config: Config = None) -> Plan:
     if (state := _state(inner)) is not None:
         _check_same(state, options)
         return Plan(family.model_type)  # nothing left to do
+    if any(name in vars(module) for module in inner.modules() for name in (_SLOT, "_accel_attention")):
+        raise PlanError(
+            f"a part of this {type(inner).__name__}, or a model it is a part of, is already optimized. "
+            "Call `restore` on that one first."
+        )
     context = Context(options.passes, Counter())
     result = Plan(family.model_type, context=context)
     for p in options.ordered():

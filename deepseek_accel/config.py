@@ -36,6 +36,8 @@ class OptimizeConfig:
     def __post_init__(self) -> None:
         if isinstance(self.passes, Pass):
             raise PlanError(f"passes must be a sequence; write `passes=({type(self.passes).__name__}(...),)`")
+        if not isinstance(self.passes, Iterable) or isinstance(self.passes, str):
+            raise PlanError(f"passes must be a sequence of passes, got {self.passes!r}")
         object.__setattr__(self, "passes", tuple(self.passes))
         for p in self.passes:
             if isinstance(p, type) and issubclass(p, Pass):
@@ -59,6 +61,8 @@ class OptimizeConfig:
 
         Raises PlanError on unknown names, with the nearest known one.
         """
+        if not isinstance(options, Mapping):
+            raise PlanError(f"options must be a mapping of pass names to their options, got {type(options).__name__}")
         chosen: dict[str, Pass] = {}
         for name, fields in options.items():
             if name == "allow_skips":
@@ -82,10 +86,13 @@ class OptimizeConfig:
         """From a JSON text, or the path of a JSON file."""
         text = str(source)
         if not text.lstrip().startswith("{"):
-            path = Path(text)
-            if not path.is_file():
-                raise PlanError(f"no such file: {text!r}. Pass a JSON text or the path of a JSON file.")
-            text = path.read_text(encoding="utf-8")
+            try:
+                text = Path(text).read_text(encoding="utf-8-sig")
+            except (OSError, UnicodeDecodeError) as error:
+                shown = text if len(text) < 80 else text[:77] + "..."
+                raise PlanError(
+                    f"cannot read {shown!r} ({type(error).__name__}). Pass a JSON text or the path of a JSON file."
+                ) from error
         try:
             options = json.loads(text)
         except json.JSONDecodeError as error:

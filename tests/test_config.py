@@ -65,8 +65,16 @@ def test_forms_of_a_config(model, tmp_path):
     assert OptimizeConfig.of([Attention()]) == OptimizeConfig.of(Attention()) == OptimizeConfig.of({"attention": {}})
     lossless = OptimizeConfig.lossless()
     assert OptimizeConfig.from_dict(lossless.to_dict()) == lossless and lossless.allow_skips
-    with pytest.raises(PlanError, match="no such file"):
-        OptimizeConfig.from_json(tmp_path / "missing.json")
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(range(256)))
+    for source in (tmp_path / "missing.json", "x" * 5000, binary):
+        with pytest.raises(PlanError, match="cannot read"):
+            OptimizeConfig.from_json(source)
+    for wrong in (None, 5, "attention"):
+        with pytest.raises(PlanError, match="sequence of passes"):
+            OptimizeConfig(wrong)
+    with pytest.raises(PlanError, match="must be a mapping"):
+        OptimizeConfig.from_dict([])
     with pytest.raises(PlanError, match="not valid JSON"):
         OptimizeConfig.from_json("{")
 

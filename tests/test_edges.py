@@ -210,3 +210,83 @@ def test_accelerate_hooks_inside_a_layer_are_called(part):
     optimize(model)
     decode(model, lambda: paged_cache(model))
     assert Count.calls == expected
+
+
+@pytest.mark.parametrize("order", ["head first", "decoder first"])
+def test_a_model_and_its_decoder_are_not_optimized_twice(order):
+    model = tiny_model("llama")
+    first, second = (model, model.model) if order == "head first" else (model.model, model)
+    optimize(first)
+    with pytest.raises(PlanError, match="already optimized"):
+        optimize(second)
+    expected = decode(tiny_model("llama"))
+    assert relative_error(decode(model), expected) < 1e-4
+
+
+def test_a_forward_replaced_on_linear_is_called(monkeypatch):
+    model = tiny_model("deepseek_v2")
+    stock = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: stock(self, x) * 1.5)
+    expected = decode(model)
+    optimize(model)
+    assert relative_error(decode(model, lambda: paged_cache(model)), expected) < 1e-4
+
+
+def _replace_activations(model, change):
+    for layer in model.model.layers[1:]:
+        change(layer.mlp.experts, layer.mlp.shared_experts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda experts, shared: setattr(experts, "act_fn", nn.GELU()),
+        lambda experts, shared: setattr(shared, "act_fn", nn.GELU()),
+        lambda experts, shared: setattr(experts.act_fn, "forward", torch.tanh),
+        lambda experts, shared: setattr(shared.act_fn, "forward", torch.tanh),
+        lambda experts, shared: setattr(experts, "_apply_gate", lambda x: x.chunk(2, -1)[1]),
+    ],
+    ids=["experts", "shared", "experts forward", "shared forward", "gate"],
+)
+def test_activations_may_be_replaced(change):
+    check(tiny_model("deepseek_v3"), lambda model: _replace_activations(model, change))
+
+
+def test_shared_experts_may_be_another_module():
+    def identity(model):
+        for layer in model.model.layers[1:]:
+            layer.mlp.shared_experts = nn.Identity()
+
+    check(tiny_model("deepseek_v2"), identity)
+
+
+def test_the_fast_path_is_back_once_hooks_are_gone():
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+
+    model = optimize(tiny_model("deepseek_v3"))
+    expected = decode(model, lambda: paged_cache(model))
+    for module in model.modules():
+        add_hook_to_module(module, ModelHook())
+    remove_hook_from_submodules(model)
+    before = report(model).counters["layers: fused step"]
+    assert torch.equal(decode(model, lambda: paged_cache(model)), expected)
+    assert report(model).counters["layers: fused step"] == before * 2
+
+
+def test_running_out_of_memory_at_first_leaves_no_rows_behind(monkeypatch):
+    model = optimize(tiny_model("llama"))
+    cache = paged_cache(model)
+    real = torch.empty
+
+    def full(*shape, **kwargs):
+        if len(shape) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return real(*shape, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", full)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        model(IDS.expand(4, -1), **{cache_argument(): cache})
+    monkeypatch.undo()
+    with torch.no_grad():
+        got = model(IDS.expand(2, -1), **{cache_argument(): cache}).logits
+        assert relative_error(got, model(IDS.expand(2, -1)).logits) < 1e-4

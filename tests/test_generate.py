@@ -237,9 +237,9 @@ def test_copies_of_a_prompt_cache(model_type, options):
         twin = copy.deepcopy(cache)
         if "num_beams" in options:
             twin.batch_repeat_interleave(3)
-        torch.manual_seed(2)
+        torch.manual_seed(3)
         got = run(model, inputs, **options, **{CACHE: twin})
-        torch.manual_seed(2)
+        torch.manual_seed(3)
         assert got.tolist() == run(stock(model_type), inputs, **options).tolist()
         assert cache.get_seq_length() == 23
         assert twin.get_seq_length() == 23 + 6 + NEW - 1

@@ -163,8 +163,7 @@ class PagedLayer(CacheLayerMixin):
         rows, _, count, _ = key_states.shape
         start = self.length
         if not self.is_initialized:
-            self._pools.check_new(key_states.device, self.window, rows, count)
-            self.lazy_initialization(key_states, value_states)
+            return self._first_update(key_states, value_states)
         self._check_shape(key_states, value_states)
         if start and key_states.requires_grad and torch.is_grad_enabled():
             warnings.warn(
@@ -178,6 +177,22 @@ class PagedLayer(CacheLayerMixin):
         pages = self._pages((key_states, value_states) if start == 0 else None)
         return (pages, pages) if self._reader.reads_pages() else pages.gather()
 
+    def _first_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Any:
+        """`update` of a layer that holds nothing yet. If it fails, for want of memory say, nothing stays behind."""
+        self._pools.check_new(key_states.device, self.window, key_states.shape[0], key_states.shape[2])
+        known = list(self._pools.all)
+        try:
+            self.lazy_initialization(key_states, value_states)
+            return self.update(key_states, value_states)
+        except BaseException:
+            self.length, self.is_initialized = 0, False
+            pool = self._pools.by_place.get((key_states.device, self.window))
+            if pool is not None:
+                pool.storages.pop(self._layer, None)
+                if pool not in known:
+                    self._pools.discard(pool)
+            raise
+
     def append(self, rows: int, count: int) -> tuple[Pages, torch.Tensor]:
         """Make room for `count` more tokens per row, which the caller writes itself.
 
@@ -189,6 +204,8 @@ class PagedLayer(CacheLayerMixin):
         return self._pages(), self.pool.slots(start, self.length)
 
     def _check_shape(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.device != self.device:
+            raise ValueError(f"this layer's pages are on {self.device}, the new keys on {keys.device}")
         given = (keys.shape[1], keys.shape[-1], values.shape[-1])
         held = (self.num_heads, self.key_dim, self.value_dim)
         if given != held:

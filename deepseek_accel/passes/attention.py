@@ -232,8 +232,12 @@ def why_stock(
 
 def is_plain(linear: Any, like: torch.Tensor) -> bool:
     """Whether `linear` is nothing but its weight: not wrapped, quantized, hooked, offloaded or of another dtype."""
-    if type(linear) is not nn.Linear or "forward" in vars(linear) or is_called(linear):
+    if type(linear) is not nn.Linear or nn.Linear.forward.__module__ != "torch.nn.modules.linear" or is_called(linear):
         return False
+    if (forward := vars(linear).get("forward")) is not None and getattr(
+        forward, "__func__", None
+    ) is not nn.Linear.forward:
+        return False  # accelerate leaves the class's own forward on the instance when it removes a hook
     weight: Any = linear._parameters.get("weight")
     return (
         type(weight) in (nn.Parameter, torch.Tensor)  # not a quantized or sharded tensor in disguise

@@ -22,7 +22,7 @@ from ..ops.choice import why_not_triton
 from ..ops.experts import fused_experts
 from ..ops.router import route
 from ..plan import Context, Edit, Note, Skip
-from .base import Pass, count, is_called, needs_gradients, why_foreign
+from .base import Pass, count, is_silu, needs_gradients, why_foreign
 
 
 def gate_forward(
@@ -70,8 +70,8 @@ def why_stock_experts(experts: Any, implementation: str | None, *inputs: torch.T
         return "weights stored transposed"
     if inputs[0].dtype != experts.gate_up_proj.dtype:
         return "mixed dtypes"
-    if is_called(experts.act_fn):
-        return "its activation is hooked"
+    if not is_silu(experts.act_fn) or "_apply_gate" in vars(experts):
+        return "its activation is not plain SiLU"
     chosen = experts.config._experts_implementation
     # `generate` itself turns grouped_mm into batched_mm for decoding on a GPU; any other change is the user's
     if chosen != implementation and (implementation, chosen) != ("grouped_mm", "batched_mm"):
@@ -101,7 +101,7 @@ def why_not_fused(experts: Any) -> str | None:
             return f"its {name} is not a plain 3-D floating-point tensor"
     if type(experts)._apply_gate is not moe._default_apply_gate:
         return "it has a gate function of its own"
-    if type(experts.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+    if not is_silu(experts.act_fn):
         return f"its activation is {experts.act_fn}, not SiLU"
     if getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False):
         return "its weights are transposed or have a bias"

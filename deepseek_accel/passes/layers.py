@@ -27,7 +27,7 @@ from ..ops.rms_norm import add_rms_norm, rms_norm
 from ..plan import Context, Edit, Note, Skip
 from ..versions import cache_argument
 from .attention import absorbed_weights, attend_pages, is_plain, why_expand, why_stock
-from .base import Pass, count, is_called, needs_gradients, why_foreign
+from .base import Pass, count, is_called, is_silu, needs_gradients, why_foreign
 from .experts import choose_experts, experts_forward, gate_forward, why_stock_experts
 
 
@@ -190,12 +190,12 @@ def fuses_mixture(block: Any, like: torch.Tensor) -> bool:
         return False
     if any("_hf_hook" in vars(part) for part in (block, shared)):
         return False
-    activation = shared.act_fn
-    if gate._forward_hooks or any(map(is_called, (block, gate, experts, shared, activation))):
+    if gate._forward_hooks or any(map(is_called, (block, gate, experts, shared))):
         return False  # the hooks that record router logits count here, since they are not told apart by request
-    if type(activation) is not type(experts.act_fn):
+    inside = shared._modules
+    if inside.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"} or not is_silu(inside["act_fn"]):
         return False
-    linears = [part for part in shared._modules.values() if part is not activation]
+    linears: list[Any] = [inside[name] for name in ("gate_proj", "up_proj", "down_proj")]
     return all(is_plain(linear, like) and linear.bias is None for linear in linears)
 
 
