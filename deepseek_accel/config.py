@@ -36,8 +36,9 @@ class OptimizeConfig:
     def __post_init__(self) -> None:
         if isinstance(self.passes, Pass):
             raise PlanError(f"passes must be a sequence; write `passes=({type(self.passes).__name__}(...),)`")
-        if not isinstance(self.passes, Iterable) or isinstance(self.passes, str):
-            raise PlanError(f"passes must be a sequence of passes, got {self.passes!r}")
+        given: Any = self.passes
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise PlanError(f"passes must be a sequence of passes, got {given!r}")
         object.__setattr__(self, "passes", tuple(self.passes))
         for p in self.passes:
             if isinstance(p, type) and issubclass(p, Pass):
