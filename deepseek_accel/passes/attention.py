@@ -234,9 +234,8 @@ def is_plain(linear: Any, like: torch.Tensor) -> bool:
     """Whether `linear` is nothing but its weight: not wrapped, quantized, hooked, offloaded or of another dtype."""
     if type(linear) is not nn.Linear or nn.Linear.forward.__module__ != "torch.nn.modules.linear" or is_called(linear):
         return False
-    if (forward := vars(linear).get("forward")) is not None and getattr(
-        forward, "__func__", None
-    ) is not nn.Linear.forward:
+    own = vars(linear).get("forward")
+    if own is not None and getattr(own, "__func__", None) is not nn.Linear.forward:
         return False  # accelerate leaves the class's own forward on the instance when it removes a hook
     weight: Any = linear._parameters.get("weight")
     return (
