@@ -91,9 +91,10 @@ class OptimizeConfig:
                 text = Path(text).read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 shown = text if len(text) < 80 else text[:77] + "..."
-                raise PlanError(
-                    f"cannot read {shown!r} ({type(error).__name__}). Pass a JSON text or the path of a JSON file."
-                ) from error
+                why = (
+                    "no such file" if isinstance(error, FileNotFoundError) else f"cannot read ({type(error).__name__})"
+                )
+                raise PlanError(f"{why}: {shown!r}. Pass a JSON text or the path of a JSON file.") from error
         try:
             options = json.loads(text)
         except json.JSONDecodeError as error:

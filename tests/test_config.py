@@ -68,7 +68,7 @@ def test_forms_of_a_config(model, tmp_path):
     binary = tmp_path / "binary"
     binary.write_bytes(bytes(range(256)))
     for source in (tmp_path / "missing.json", "x" * 5000, binary):
-        with pytest.raises(PlanError, match="cannot read"):
+        with pytest.raises(PlanError, match=r"no such file|cannot read"):
             OptimizeConfig.from_json(source)
     for wrong in (None, 5, "attention"):
         with pytest.raises(PlanError, match="sequence of passes"):
