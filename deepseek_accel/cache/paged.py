@@ -121,6 +121,12 @@ class _Pools:
             table.start(num_rows)
             table.check(0, count)
 
+    def trim(self, pool: PagePool) -> None:
+        """Give back the pages of `pool` that no layer reaches any more."""
+        pool.trim(
+            max((layer.length for layer in self.layers if layer.is_initialized and layer.pool is pool), default=0)
+        )
+
     def discard(self, pool: PagePool) -> None:
         self.all.remove(pool)
         self.by_place = {place: other for place, other in self.by_place.items() if other is not pool}
@@ -268,7 +274,9 @@ class PagedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         length = _length_after_crop(self.length, tokens_to_remove)
         self._check_crop(length)
-        self._crop_to(length)
+        self._shorten(length)
+        if self.is_initialized:
+            self._pools.trim(self.pool)
 
     def _first_needed(self, length: int) -> int:
         return 0 if self.window is None else max(0, length - self.window + 1)
@@ -280,14 +288,10 @@ class PagedLayer(CacheLayerMixin):
                 "Call `cache.activate_past_recording()` before the tokens that may be taken back."
             )
 
-    def _crop_to(self, length: int) -> None:
+    def _shorten(self, length: int) -> None:
         self.length = length
         if self.is_initialized:
             self.pool.drop_before(self._first_needed(length))
-            self.pool.trim(max(layer.length for layer in self._pools.layers if layer.shares(self.pool)))
-
-    def shares(self, pool: PagePool) -> bool:
-        return self.is_initialized and self.pool is pool
 
     def reset(self) -> None:
         """Forget every token and every row."""
@@ -355,7 +359,9 @@ class PagedCache(DynamicCache):
         for layer, length in zip(self.layers, lengths, strict=True):
             layer._check_crop(length)
         for layer, length in zip(self.layers, lengths, strict=True):
-            layer._crop_to(length)
+            layer._shorten(length)
+        for pool in self._pools.all:
+            self._pools.trim(pool)
 
     def reset(self) -> None:
         """Forget every token and every row, so that the next call may have another batch size."""

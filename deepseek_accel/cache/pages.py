@@ -252,8 +252,10 @@ class PagePool:
         """Raise CacheFullError if a step over [start, stop) would not fit after its drop. Changes nothing."""
         if self._prepared == (start, stop):
             return
-        table = copy.deepcopy(self.table)
-        table.drop_before(self.offset_at(start, keep))
+        table, first = self.table, self.offset_at(start, keep)
+        if first != self.offset:  # a page leaves the window: once in page_size steps
+            table = copy.deepcopy(table)
+            table.drop_before(first)
         table.check(start, stop)
 
     def extend(self, start: int, stop: int) -> None:

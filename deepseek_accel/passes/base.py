@@ -53,18 +53,17 @@ def has_listeners(module: nn.Module) -> bool:
 
 def is_silu(activation: Any) -> bool:
     """Whether an activation module is SiLU and nothing else: not replaced, hooked or wrapped."""
-    own = vars(activation)
     return (
         type(activation).__name__ in ("SiLU", "SiLUActivation")
         and why_foreign(activation) is None
-        and "_hf_hook" not in own
         and not is_called(activation)
     )
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether someone watches calls of this module, so that its work must not be done without calling it."""
-    return bool(module._forward_pre_hooks or _global_forward_pre_hooks) or has_listeners(module)
+    """Whether someone watches calls of this module (torch's or accelerate's hooks): its work is not to be done unseen."""
+    watched = module._forward_pre_hooks or _global_forward_pre_hooks or "_hf_hook" in vars(module)
+    return bool(watched) or has_listeners(module)
 
 
 @dataclass(frozen=True)

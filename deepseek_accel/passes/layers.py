@@ -136,17 +136,19 @@ def why_not_step(layer: Any, hidden_states: torch.Tensor, cache_name: str, kwarg
     held: Any = layers[attention.layer_idx] if attention.layer_idx < len(layers) else None
     if not hasattr(held, "append"):
         return "not a paged cache"
-    if held.length and (held.key_dim, held.value_dim) != (attention.kv_lora_rank, attention.qk_rope_head_dim):
+    if held.length == 0:
+        return "prefill"
+    if (held.key_dim, held.value_dim) != (attention.kv_lora_rank, attention.qk_rope_head_dim):
         return "the cache holds entries of another shape"
-    if held.length == 0 or held.device != hidden_states.device or held.dtype != hidden_states.dtype:
-        return "prefill" if held.length == 0 else "the cache is elsewhere or of another dtype"
+    if held.device != hidden_states.device or held.dtype != hidden_states.dtype:
+        return "the cache is elsewhere or of another dtype"
     if hidden_states.dtype == torch.float64:
         return "float64"
     num_queries = hidden_states.shape[1]
     num_keys = held.get_mask_sizes(num_queries)[0]
     dropout = attention.attention_dropout if attention.training else 0.0
     seam, mask = getattr(attention, "_accel_attention", None), kwargs.get("attention_mask")
-    if seam is None or "_hf_hook" in vars(attention) or why_foreign(attention) is not None:
+    if seam is None or why_foreign(attention) is not None:
         return "the attention's forward is not transformers' own"
     if reason := why_stock(attention, seam, hidden_states[:, None], num_keys, mask, dropout, kwargs):
         return reason
@@ -187,8 +189,6 @@ def fuses_mixture(block: Any, like: torch.Tensor) -> bool:
     if getattr(experts_call, "func", None) is not experts_forward or why_foreign(block) or why_foreign(shared):
         return False
     if why_stock_experts(experts, experts_call.keywords["implementation"], like) is not None:
-        return False
-    if any("_hf_hook" in vars(part) for part in (block, shared)):
         return False
     if gate._forward_hooks or any(map(is_called, (block, gate, experts, shared))):
         return False  # the hooks that record router logits count here, since they are not told apart by request
