@@ -61,7 +61,7 @@ def is_silu(activation: Any) -> bool:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether someone watches calls of this module (torch's or accelerate's hooks): its work is not to be done unseen."""
+    """Whether torch's or accelerate's hooks watch this module, so that its work must not be done without calling it."""
     watched = module._forward_pre_hooks or _global_forward_pre_hooks or "_hf_hook" in vars(module)
     return bool(watched) or has_listeners(module)
 
