@@ -11,6 +11,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .passes.attention import Attention
+from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccelError",
     "Attention",
+    "CUDAGraphs",
     "CacheFullError",
     "CheckpointError",
     "FusedExperts",

@@ -126,12 +126,16 @@ def bench_generate(arguments: argparse.Namespace) -> int:
         repeats=arguments.repeats,
         skip_stock=arguments.skip_stock,
         only_stock=arguments.only_stock,
+        peers=arguments.peers,
+        soak=arguments.soak,
     )
-    with tables.progress(1 + len(options.points) * len(options.configs())) as step:
+    with tables.progress(1 + len(options.points) * len(options.configs()) + options.peers) as step:
         result = generate.run(options, step)
     result["command"] = arguments.command_line
     _write(arguments, result)
     tables.console().print(tables.generate_table(result))
+    if "soak" in result:
+        tables.console().print(tables.soak_line(result["soak"]))
     return _end(result["rows"], generate.exit_code(result["rows"]))
 
 
@@ -224,6 +228,8 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--ablate", action="store_true", help="also each pass alone")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
+    command.add_argument("--peers", action="store_true", help="also vLLM on the same weights, if it is installed")
+    command.add_argument("--soak", type=int, default=0, metavar="N", help="then N calls of mixed size: memory, times")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
     command.add_argument("--png", metavar="FILE", help="draw the times (needs matplotlib)")
     either = command.add_mutually_exclusive_group()

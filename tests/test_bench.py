@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from deepseek_accel import AccelError, cli, report
-from deepseek_accel.bench import accuracy, generate, greedy, measure, op_cases, ops, shapes, tables
+from deepseek_accel.bench import accuracy, generate, greedy, measure, op_cases, ops, shapes, soak, tables
 from deepseek_accel.bench.accuracy import Sample, compare
 from deepseek_accel.bench.shapes import Point, Subject
+from deepseek_accel.generation import reach, step
 from deepseek_accel.passes import attention as attention_pass
 from deepseek_accel.passes import experts as experts_pass
 from deepseek_accel.testing import FAMILIES, tiny_model
@@ -30,7 +31,8 @@ def subject(model_type="deepseek_v3", dtype=torch.float32) -> Subject:
 @pytest.fixture
 def wrong_attention(monkeypatch):
     right = attention_pass.dense_latent_attention
-    monkeypatch.setattr(attention_pass, "dense_latent_attention", lambda *a, **k: right(*a, **k).flip(1).roll(1, -1))
+    for module in (attention_pass, reach):
+        monkeypatch.setattr(module, "dense_latent_attention", lambda *a, **k: right(*a, **k).flip(1).roll(1, -1))
 
 
 def test_points():
@@ -122,8 +124,9 @@ def test_a_wrong_result_ends_the_command_with_3(wrong_attention, monkeypatch, ca
 
 
 def test_only_a_pass_that_uses_the_wrong_op_is_refused(monkeypatch):
-    right = experts_pass.fused_experts
+    right, right_mixture = experts_pass.fused_experts, step.mixture
     monkeypatch.setattr(experts_pass, "fused_experts", lambda h, i, *rest: right(h, (i + 1) % 16, *rest))
+    monkeypatch.setattr(step, "mixture", lambda h, i, *rest: right_mixture(h, (i + 1) % 16, *rest))
     result = generate.run(options(ablate=True), subject=subject())
     states = {row["variant"]: row["status"] for row in result["rows"]}
     assert states["experts"] == states["all"] == "wrong"
@@ -326,6 +329,51 @@ def test_step_bytes_counts_the_experts_that_are_hit():
     assert every == sum(p.numel() * 4 for p in model.parameters()) - embedding
     assert every - generate.step_bytes(model, 1, 0, 0, 4) == 2 * 12 * (3 * 32 * 64) * 4
     assert generate.step_bytes(model, 2, 10, 160, 16) - every == 160 * 3 * 2 * 10
+
+
+def test_expected_experts():
+    model = tiny_model("deepseek_v3")  # 4 of 16
+    assert generate.expected_experts(model, 1) == 4
+    assert generate.expected_experts(model, 2) == pytest.approx(4 + 4 * 12 / 16)
+    assert generate.expected_experts(tiny_model("llama"), 2) is None
+
+
+def test_the_floor_is_known_where_stock_does_not_fit(monkeypatch):
+    def too_large(*args, **kwargs):
+        raise torch.OutOfMemoryError("too large")
+
+    counted = generate.run(options(), subject=subject())["rows"]
+    monkeypatch.setattr(greedy, "sample", too_large)
+    (row,) = generate.run(options(skip_stock=True), subject=subject())["rows"]
+    assert row["experts_per_step"] is None
+    assert row["floor_ms"] > 0 and row["floor_ratio"] == pytest.approx(row["itl_ms"] / row["floor_ms"])
+    assert row["floor_ms"] == pytest.approx(counted[0]["floor_ms"], rel=0.3)
+
+
+def test_soak(capsys):
+    result = generate.run(options(soak=12), subject=subject("llama"))["soak"]
+    assert result["calls"] == 12 and result["bytes_held"][0][0] == 1 and result["bytes_held"][-1][0] == 12
+    assert result["bytes_grown"] == result["bytes_held"][-1][1] - result["bytes_held"][0][1]
+    assert result["itl_first_ms"] > 0 and result["itl_last_ms"] > 0
+    assert "12 calls" in tables.soak_line(result)
+
+
+def test_soak_calls_are_mixed_and_the_largest_comes_first():
+    calls = soak.mixed_calls((Point(2, 40), Point(8, 10)), 5, 100)
+    assert len(calls) == 100 and calls[0] == (Point(8, 40), 5)
+    assert {point.batch for point, _ in calls} == set(range(1, 9))
+    assert len({point.prompt_length for point, _ in calls}) > 20
+    assert {count for _, count in calls} == set(range(1, 6))
+
+
+def test_a_soak_that_fails_says_why(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no more pages")
+
+    monkeypatch.setattr(soak, "run", fails)
+    result = generate.run(options(soak=3), subject=subject("llama"))
+    assert "no more pages" in tables.soak_line(result["soak"])
+    assert all(row["status"] == "ok" for row in result["rows"])
 
 
 def test_ops_are_checked_and_timed(capsys, tmp_path):

@@ -1,5 +1,7 @@
 """Routed experts: torch forms against the formula and Hugging Face, the kernels in Triton's interpreter."""
 
+import functools
+
 import pytest
 import torch
 from interpreter import interpret
@@ -193,7 +195,7 @@ def test_shapes_and_dtypes_that_do_not_fit():
 @pytest.mark.skipif(triton_missing() is not None, reason="Triton is not installed")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_tiles_fit_the_chip(capability):
-    from deepseek_accel.kernels.experts import _shared_bytes, _shared_limit, choose_tiles
+    from deepseek_accel.kernels.experts_tiles import _shared_bytes, _shared_limit, choose_tiles
 
     for element_bytes in (2, 4):
         for rows in (0.1, 8, 16, 40, 100, 5000):
@@ -207,38 +209,44 @@ def test_tiles_fit_the_chip(capability):
 def interpreted() -> dict[str, bool]:
     """For each case whether the kernels are right. To be run in Triton's interpreter; new tensors hold NaN there."""
     from deepseek_accel.kernels import experts as kernel
+    from deepseek_accel.kernels import experts_pairs, experts_tiles
 
     results = {}
 
     def compare(name, path, inputs):
         out = torch.full_like(inputs[0], float("nan"))
-        path(*inputs, out)
+        path(*inputs, out, None, None)
         results[name] = is_close(out, inputs)
         return out
 
-    def by_pair(*arguments):
-        kernel._launch_by_pair(*arguments, shared=None, residual=None)
-
+    swapped = (experts_tiles.Tile(16, 32, 16, 4, 2, True),) * 2
+    paths = {
+        "pair": experts_pairs.launch,
+        "tile": experts_tiles.launch,
+        "swapped": functools.partial(experts_tiles.launch, tiles=swapped),
+    }
     for num_shared in (1, 2):  # the shared experts are one or two times as large as a routed one
-        hidden, indices, weights, gate_up, down = with_dropped(make((2, 16, 3, 24, 12)))
-        generator = torch.Generator().manual_seed(num_shared)
-        shared = tuple(
-            torch.randn(shape, generator=generator) * 0.3
-            for shape in ((num_shared * 12, 24), (num_shared * 12, 24), (24, num_shared * 12))
-        )
-        residual = torch.randn(2, 24, generator=generator)
-        assert kernel.takes_shared(6, 3, 16, 12, 24)
-        assert not kernel.takes_shared(60, 3, 8, 12, 24) and not kernel.takes_shared(3, 3, 8, 12, 18)
-        ours = kernel.launch(hidden, indices, weights, gate_up, down, shared, residual)
-        expected = mixture(hidden, indices, weights, gate_up, down, shared, residual)
-        results[f"shared-{num_shared}"] = torch.allclose(ours, expected, atol=1e-5)
-    paths = {"pair": by_pair, "tile": kernel._launch_by_tile}
+        for num_tokens in (2, 20):
+            hidden, indices, weights, gate_up, down = with_dropped(make((num_tokens, 16, 3, 24, 12)))
+            generator = torch.Generator().manual_seed(num_shared)
+            shared = tuple(
+                torch.randn(shape, generator=generator) * 0.3
+                for shape in ((num_shared * 12, 24), (num_shared * 12, 24), (24, num_shared * 12))
+            )
+            residual = torch.randn(num_tokens, 24, generator=generator)
+            expected = mixture(hidden, indices, weights, gate_up, down, shared, residual)
+            for name, path in paths.items():
+                out = torch.full_like(hidden, float("nan"))
+                path(hidden, indices, weights, gate_up, down, out, shared, residual)
+                results[f"shared-{name}-{num_shared}-{num_tokens}"] = torch.allclose(out, expected, atol=1e-5)
+            ours = kernel.launch(hidden, indices, weights, gate_up, down, shared, residual)
+            results[f"shared-{num_shared}-{num_tokens}"] = torch.allclose(ours, expected, atol=1e-5)
     for case in CASES:
         for dtype in (torch.float32, torch.float16):
             inputs = make(case, dtype)
             results[f"launch-{case}-{dtype}"] = is_close(kernel.launch(*inputs), inputs)
             for name, path in paths.items():
-                if (name == "tile" and case[0] == 1) or (name == "pair" and 1 < case[0] < 10):  # not what launch takes
+                if (name != "pair" and case[0] == 1) or (name == "pair" and 1 < case[0] < 10):  # not what launch takes
                     compare(f"{name}-{case}-{dtype}", path, inputs)
     for name, path in paths.items():
         compare(f"{name}-dropped", path, with_dropped(make((6, 8, 3, 24, 12))))
@@ -252,7 +260,7 @@ def interpreted() -> dict[str, bool]:
         clean = compare(f"{name}-strided", path, (*strided, wide_down[:, 2:26, 1:13]))
         hidden[2] = float("nan")
         dirty = torch.empty_like(hidden)
-        path(hidden, indices, weights, gate_up, down, dirty)
+        path(hidden, indices, weights, gate_up, down, dirty, None, None)
         others = torch.arange(6) != 2
         results[f"{name}-nan-stays-in-its-row"] = (
             torch.equal(dirty[others], clean[others]) and dirty[2].isnan().all().item()
@@ -265,7 +273,9 @@ def interpreted() -> dict[str, bool]:
     order = torch.full((100,), 10**6, dtype=torch.int32)
     num_tiles = 100 // 16 + 10
     tiles = torch.full((3, num_tiles), 10**6, dtype=torch.int32)
-    kernel.sort_kernel[(10,)](indices, order, tiles, 100, num_tiles, E=10, BLOCK_M=16, BLOCK=32)
+    experts_tiles.sort_kernel[(10,)](
+        indices, order, tiles, 100, num_tiles, E=10, K=1, SHARED=0, BLOCK_M=16, BLOCK=32, PDL=False
+    )
     expected = torch.where(indices >= 0, indices, 10).argsort(stable=True)[:98]
     results["sort-order"] = torch.equal(order[:98].long(), expected)
     runs = [(expert, first, end) for expert, first, end in tiles.t().tolist() if expert >= 0]

@@ -54,7 +54,7 @@ def check_kernel(case, dtype_name):
 
     dtype = getattr(torch, dtype_name)
     inputs = case_inputs(case, dtype)
-    actual = launch(**inputs, num_splits=case.splits or 1)
+    actual = launch(**inputs, num_splits=case.splits or 1, least=1)
     assert actual.dtype == dtype, actual.dtype
     expected = paged_gqa_attention_reference(**in_float64(inputs))
     # fp16: the weights of a block and the output are rounded to fp16, each by half a unit in the last place.
@@ -62,7 +62,9 @@ def check_kernel(case, dtype_name):
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
     assert (actual[~visible_keys(case, inputs).any(-1)] == 0).all()
     move_pages(inputs)
-    assert torch.equal(launch(**inputs, num_splits=case.splits or 1), actual), "the result depends on where pages lie"
+    assert torch.equal(launch(**inputs, num_splits=case.splits or 1, least=1), actual), (
+        "the result depends on where pages lie"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -76,8 +78,9 @@ def check_splits_agree():
 
     inputs = case_inputs(GroupedCase((257, 100, 3, 0), 16, queries=2), torch.float32)
     whole = launch(**inputs, num_splits=1)
-    for num_splits in (2, 5, 32, None):
-        torch.testing.assert_close(launch(**inputs, num_splits=num_splits), whole, rtol=1e-5, atol=1e-6)
+    for num_splits, least in ((2, 1), (5, 1), (32, 1), (5, 2), (5, 100), (32, None), (None, None)):
+        actual = launch(**inputs, num_splits=num_splits, least=least)
+        torch.testing.assert_close(actual, whole, rtol=1e-5, atol=1e-6)
     inputs["query"] = torch.full_like(inputs["query"], float("nan"))
     for num_splits in (1, 4):
         assert launch(**inputs, num_splits=num_splits)[:2].isnan().all(), "NaN queries must not turn into numbers"
@@ -86,3 +89,18 @@ def check_splits_agree():
 def test_splits_agree():
     """The number of parts changes rounding only, the automatic choice included; NaN inputs stay visible."""
     interpret(check_splits_agree)
+
+
+def check_address():
+    """Pages are found at the address; `storage` is then another tensor, of NaN."""
+    from deepseek_accel.kernels.gqa_attention import launch
+
+    inputs = case_inputs(GroupedCase((70, 40, 0), 16, starts=(35, 7, 0)), torch.float32)
+    address = torch.tensor([inputs["storage"].data_ptr()])
+    moved = dict(inputs, storage=torch.full_like(inputs["storage"][:1], float("nan")), address=address)
+    for num_splits in (1, 4):
+        assert torch.equal(launch(**moved, num_splits=num_splits), launch(**inputs, num_splits=num_splits))
+
+
+def test_address_says_where_the_pages_are():
+    interpret(check_address)

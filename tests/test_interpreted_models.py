@@ -13,16 +13,20 @@ RUN = """
 import sys
 import torch
 import deepseek_accel
-from deepseek_accel.ops import choice, experts, gqa_attention, mla_attention, rms_norm, router
-from deepseek_accel.passes import attention as seam, experts as experts_pass, layers
+import deepseek_accel.generation.decode, deepseek_accel.ops.experts, deepseek_accel.ops.gqa_attention
+import deepseek_accel.ops.latent_write, deepseek_accel.ops.mla_attention, deepseek_accel.passes.experts
 
-for module in (choice, experts, gqa_attention, mla_attention, rms_norm, router, seam, experts_pass, layers):
+for module in [m for name, m in sys.modules.items() if name.startswith("deepseek_accel.")]:
     for name, value in (("uses_triton", lambda device: True), ("why_not_triton", lambda device: None)):
         if hasattr(module, name):
             setattr(module, name, value)
 
 from deepseek_accel import optimize, report
 from deepseek_accel.testing import relative_error, tiny_model
+from deepseek_accel.versions import cache_argument
+
+CACHE = cache_argument()
+torch.set_grad_enabled(False)
 
 family = sys.argv[1]
 model = tiny_model(family)
@@ -36,7 +40,7 @@ options = dict(
 )
 expected = model.generate(ids, **options)
 beams = model.generate(ids[:1], max_new_tokens=3, num_beams=2, do_sample=False)
-optimize(model)
+optimize(model, {"attention": {}, "experts": {}, "layers": {}, "kv_cache": {}, "allow_skips": True})
 ours = model.generate(ids, **options)
 assert torch.equal(ours.sequences, expected.sequences)
 error = max(relative_error(a, b) for a, b in zip(ours.logits, expected.logits))
@@ -44,6 +48,41 @@ assert error < 1e-5, error
 assert torch.equal(model.generate(ids[:1], max_new_tokens=3, num_beams=2, do_sample=False), beams)
 counters = report(model).counters
 assert counters["attention: " + ("absorbed" if family.startswith("deepseek") else "paged")] > 0
+assert not [name for name in counters if "stock loop" in name and "beam" not in name], counters
+
+# The step of a CUDA graph, run as ops: rows of another bucket, positions, slots and pages found on the device.
+from deepseek_accel import families
+from deepseek_accel.cache import paged_cache
+from deepseek_accel.generation import graphs, prefill
+from deepseek_accel.generation.lines import read_model
+from deepseek_accel.generation.sampling import Choice
+from deepseek_accel.generation.step import Stepper
+
+found = families.find(model)
+stepper = Stepper(read_model(model, found), found, found.attentions(model)[0])
+steps = graphs.StepGraphs((4,), report(model).counters)
+steps._addresses = torch.zeros(len(stepper.model.layers), dtype=torch.int64)
+chosen = {}
+for choice in (None, Choice((), False)):
+    cache = paged_cache(model, 16)
+    starts, positions = [0, 7], (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits[:, -1]
+    tokens = [logits.argmax(-1)]
+    cache.reserve(cache.length + 1, 3)
+    run = graphs.GraphRun(steps, stepper, 4, 2, cache, starts, choice)
+    run.begin(tokens[0], positions[:, -1] + 1, torch.ones(2, dtype=torch.bool), [], torch.zeros(1, dtype=torch.long))
+    for storage in run._storages:
+        storage[cache.pool.table.high_water :] = float("nan")
+    for _ in range(3):
+        run._set_pages()
+        out = run.record(choice)
+        assert out[:2].isfinite().all()
+        tokens.append(run.buffers.tokens[:2].clone() if choice else out[:2].argmax(-1))
+        if not choice:
+            run.buffers.tokens[:2] = tokens[-1]
+    cache.commit(cache.length + 3)
+    assert torch.equal(torch.stack(tokens, 1), expected.sequences[:, ids.shape[1] :]), tokens
+    assert run.buffers.lengths.tolist() == [22, 22, 0, 0] and run.buffers.slots[2:].tolist() == [-1, -1]
 print("ok", error, counters)
 """
 

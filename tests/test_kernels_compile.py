@@ -24,22 +24,30 @@ MAX_SPILL_BYTES = 512
 
 ATTENTION_KERNELS = [
     ("combine", "combine_kernel"),
-    ("combine", "combine_project_kernel"),
+    ("combine_project", "combine_project_kernel"),
+    ("combine_project", "combine_project_tile_kernel"),
     ("gqa_attention", "gqa_attention_kernel"),
     ("mla_attention", "mla_attention_kernel"),
 ]
 # Kernels that must be among the discovered cases, so that none silently loses its cases.
 KERNELS = [
     *ATTENTION_KERNELS,
-    ("experts", "pair_gate_up_kernel"),
-    ("experts", "pair_down_kernel"),
-    ("experts", "sort_kernel"),
-    ("experts", "tile_gate_up_kernel"),
-    ("experts", "tile_down_kernel"),
-    ("experts", "combine_kernel"),
+    ("advance", "advance_kernel"),
+    ("entry_write", "entry_write_kernel"),
+    ("experts_pairs", "pair_gate_up_kernel"),
+    ("experts_pairs", "pair_down_kernel"),
+    ("experts_tiles", "sort_kernel"),
+    ("experts_tiles", "tile_gate_up_kernel"),
+    ("experts_tiles", "tile_down_kernel"),
+    ("experts_tiles", "combine_kernel"),
     ("latent_write", "latent_write_kernel"),
+    ("prefill_attention", "prefill_attention_kernel"),
+    ("projection", "project_kernel"),
+    ("projection", "gated_project_kernel"),
+    ("projection", "silu_mul_kernel"),
     ("rms_norm", "rms_norm_kernel"),
     ("router", "route_kernel"),
+    ("router", "norm_route_kernel"),
 ]
 
 

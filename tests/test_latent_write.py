@@ -77,7 +77,7 @@ def kernel_error(case: Case, dtype: torch.dtype) -> float:
     ours[-1][0] = expected[-1][0] = 0
     q_latent, q_rope = launch(*ours)
     expected_latent, expected_rope = latent_write_reference(*expected)
-    assert (q_latent is None) == (case.batch * case.queries > 8)
+    assert (q_latent is None) == (case.batch * case.queries > 128)
     assert torch.equal(ours[8].isnan(), expected[8].isnan())
     errors = [relative_error(q_rope, expected_rope)]
     errors.append(relative_error(ours[8].nan_to_num(), expected[8].nan_to_num()))
@@ -86,13 +86,33 @@ def kernel_error(case: Case, dtype: torch.dtype) -> float:
     return max(errors)
 
 
-def negative_slots_write_nothing() -> bool:
+def check_address():
+    """Pages are found at the address, not at the tensor, which then only tells the dtype."""
     from deepseek_accel.kernels.latent_write import launch
 
-    arguments = inputs(CASES[1], torch.float32)
-    arguments[-1][:] = -1
-    launch(*arguments)
-    return bool(arguments[8].isnan().all())
+    for case in CASES:
+        ours, expected = inputs(case, torch.float32), inputs(case, torch.float32)
+        pages = ours[8].clone()
+        address = torch.tensor([pages.data_ptr()])
+        latent, rope = launch(*ours, address)
+        assert ours[8].isnan().all()
+        expected_latent, expected_rope = launch(*expected)
+        assert torch.equal(rope, expected_rope) and (latent is None or torch.equal(latent, expected_latent))
+        assert torch.equal(pages.nan_to_num(7.0), expected[8].nan_to_num(7.0))
+
+
+def check_idle_rows():
+    from deepseek_accel.kernels.latent_write import launch
+
+    for write in (launch, latent_write_reference):
+        arguments = inputs(CASES[1], torch.float32)
+        arguments[-1][:] = -1
+        write(*arguments)
+        assert arguments[8].isnan().all()
+        arguments[-1][2] = 5
+        write(*arguments)
+        flat = arguments[8].flatten(0, 1)
+        assert flat[5].isfinite().all() and flat[:5].isnan().all() and flat[6:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -101,5 +121,9 @@ def test_kernel(case, dtype):
     assert interpret(kernel_error, case, dtype) < (1e-6 if dtype == torch.float32 else 2e-3)
 
 
-def test_kernel_skips_idle_rows():
-    assert interpret(negative_slots_write_nothing)
+def test_idle_rows_write_nothing():
+    interpret(check_idle_rows)
+
+
+def test_address_says_where_the_pages_are():
+    interpret(check_address)

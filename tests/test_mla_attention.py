@@ -10,6 +10,7 @@ from deepseek_accel.ops.mla_attention import (
     absorb_query,
     case_inputs,
     dense_latent_attention,
+    graph_splits,
     latent_attention,
     latent_attention_reference,
     project_values,
@@ -171,7 +172,7 @@ def check_kernel(case, dtype_name):
 
     dtype = getattr(torch, dtype_name)
     inputs = case_inputs(case, dtype)
-    actual = launch(**inputs, num_splits=case.splits or 1)
+    actual = launch(**inputs, num_splits=case.splits or 1, least=1)
     assert actual.dtype == dtype, actual.dtype
     assert actual.permute(2, 0, 1, 3).is_contiguous(), actual.stride()
     expected = latent_attention_reference(**in_float64(inputs))
@@ -182,7 +183,9 @@ def check_kernel(case, dtype_name):
 
     moved = dict(inputs)
     move_pages(moved)
-    assert torch.equal(launch(**moved, num_splits=case.splits or 1), actual), "the result depends on where pages lie"
+    assert torch.equal(launch(**moved, num_splits=case.splits or 1, least=1), actual), (
+        "the result depends on where pages lie"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -196,9 +199,9 @@ def check_splits_agree():
 
     inputs = case_inputs(LatentCase((257, 100, 3, 0), 16, queries=2), torch.float32)
     whole = launch(**inputs, num_splits=1)
-    for num_splits in (2, 5, 32):
-        torch.testing.assert_close(launch(**inputs, num_splits=num_splits), whole, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(launch(**inputs), whole, rtol=1e-5, atol=1e-6)
+    for num_splits, least in ((2, 1), (5, 1), (32, 1), (5, 2), (5, 100), (32, None), (None, None)):
+        actual = launch(**inputs, num_splits=num_splits, least=least)
+        torch.testing.assert_close(actual, whole, rtol=1e-5, atol=1e-6)
     nan = dict(inputs, q_latent=torch.full_like(inputs["q_latent"], float("nan")))
     for num_splits in (1, 4):
         out = launch(**nan, num_splits=num_splits)
@@ -210,20 +213,36 @@ def test_splits_agree():
     interpret(check_splits_agree)
 
 
+def check_address():
+    """Pages are found at the address; `storage` is then another tensor, of NaN."""
+    from deepseek_accel.kernels.mla_attention import launch
+
+    inputs = case_inputs(LatentCase((70, 40, 0), 16, starts=(35, 7, 0)), torch.float32)
+    address = torch.tensor([inputs["storage"].data_ptr()])
+    moved = dict(inputs, storage=torch.full_like(inputs["storage"][:1], float("nan")), address=address)
+    for num_splits in (1, 4):
+        assert torch.equal(launch(**moved, num_splits=num_splits), launch(**inputs, num_splits=num_splits))
+
+
+def test_address_says_where_the_pages_are():
+    interpret(check_address)
+
+
 def projected_error(dtype: torch.dtype) -> float:
-    """The kernel that projects as it merges, on the cases with few tokens, against attention and then projection."""
+    """The kernels that project as they merge, against attention and then projection. Parts without keys are NaN."""
     from deepseek_accel.kernels.mla_attention import launch
 
     worst = 0.0
-    for index, case in enumerate(CASES):
-        if len(case.lengths) * case.queries > 8 or case.heads > 16:
-            continue
+    cases = [case for case in CASES if case.heads <= 16]
+    # More tokens than a program per row pays for, with an idle row, in two tiles of which one is not full.
+    cases += [LatentCase((33, 70, 0, 17, 129, 1) * 3, 16), LatentCase((65, 130), 64, queries=7, heads=3)]
+    for index, case in enumerate(cases):
         inputs = case_inputs(case, dtype, "cpu", index)
         generator = torch.Generator().manual_seed(index)
         w_uv = torch.randn(case.heads, 24, case.rank, generator=generator).to(dtype)
         expected = project_values(latent_attention_reference(**inputs), w_uv).float()
-        for num_splits in (1, 4):
-            ours = launch(**inputs, w_uv=w_uv, num_splits=num_splits).float()
+        for num_splits, least in ((1, None), (4, 1), (8, 2)):
+            ours = launch(**inputs, w_uv=w_uv, num_splits=num_splits, least=least).float()
             worst = max(worst, ((ours - expected).abs().max() / expected.abs().max().clamp_min(1e-3)).item())
     return worst
 
@@ -231,3 +250,13 @@ def projected_error(dtype: torch.dtype) -> float:
 def test_projection_as_the_parts_are_merged():
     assert interpret(projected_error, torch.float32) < 1e-5
     assert interpret(projected_error, torch.float16) < 5e-3
+
+
+def test_splits_of_a_graph():
+    """Some for one row, never none, and no more programs than two for each processor (8 here)."""
+    device = torch.device("cpu")
+    assert graph_splits(1, 16, device) == 16
+    assert graph_splits(3, 16, device) == 4
+    assert graph_splits(1, 128, device) == 8, "128 heads are two row blocks"
+    assert graph_splits(1, 32, device, 8) == 2
+    assert graph_splits(128, 16, device) == 1

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import interpret
 
-from deepseek_accel.ops.router import CASES, route, route_reference
+from deepseek_accel.ops.rms_norm import rms_norm
+from deepseek_accel.ops.router import CASES, norm_route, norm_route_reference, route, route_reference
 
 
 def make(case, seed=0, bias_std=0.05):
@@ -267,4 +268,101 @@ def interpreted() -> dict[str, bool]:
 def test_kernel_in_the_interpreter():
     results = interpret(interpreted)
     assert len(results) == len(CASES) + 7
+    assert [name for name, right in results.items() if not right] == []
+
+
+# (T, D, live or None, route case): what only it can catch
+NORM_CASES = [
+    (1, 64, None, CASES[5]),  # one token
+    (3, 33, None, CASES[2]),  # odd D; three tokens fill a group of four
+    (5, 64, 3, CASES[4]),  # two token groups; idle tokens in the first and all of the second
+    (5, 64, 0, CASES[6]),  # no token is live
+    (6, 520, 6, CASES[7]),  # all are; E = 6 is less than the experts of two programs of four
+    (33, 48, 20, CASES[8]),  # more tokens: other tiles; V3's rule
+]
+
+
+def make_norm(case, dtype=torch.float32):
+    num_tokens, size, live, rule = case
+    _, bias, top_k, options = make(rule)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_tokens, size, generator=generator).to(dtype) * 3
+    norm_weight = (1 + 0.3 * torch.randn(size, generator=generator)).to(dtype)
+    gate_weight = torch.randn(rule[1], size, generator=generator) * 3 * size**-0.5
+    live = None if live is None else torch.tensor([live], dtype=torch.int32)
+    return (x, norm_weight, 1e-6, gate_weight, bias, top_k), {**options, "live": live}
+
+
+@pytest.mark.parametrize("case", NORM_CASES, ids=str)
+def test_norm_route_on_a_cpu_is_its_parts(case):
+    inputs, options = make_norm(case)
+    normed, weights, indices = norm_route(*inputs, **options)
+    x, norm_weight, eps, gate_weight, bias, top_k = inputs
+    live = len(x) if case[2] is None else case[2]
+    expected = by_formula(
+        (rms_norm(x, norm_weight, eps).double() @ gate_weight.double().T)[:live], bias, top_k, **make(case[3])[3]
+    )
+    torch.testing.assert_close(normed, rms_norm(x, norm_weight, eps))
+    assert torch.equal(indices[:live], expected[1])
+    torch.testing.assert_close(weights[:live].double(), expected[0], rtol=1e-4, atol=1e-6)
+    assert (indices[live:] == -1).all() and (weights[live:] == 0).all()
+
+
+@torch.no_grad()
+def test_norm_route_is_the_stock_router():
+    router = v3_router().bfloat16()
+    router.e_score_correction_bias.data = router.e_score_correction_bias.float()
+    x, norm_weight = torch.randn(64, 64).bfloat16(), torch.ones(64).bfloat16()
+    rule = {"num_groups": router.num_group, "topk_groups": router.topk_group, "normalize": router.norm_topk_prob}
+    bias = router.e_score_correction_bias
+    normed, weights, indices = norm_route(
+        x, norm_weight, 1e-6, router.weight, bias, router.top_k, **rule, scale=router.routed_scaling_factor
+    )
+    _, expected_weights, expected_indices = router(normed)
+    ours, expected = by_id(weights, indices), by_id(expected_weights, expected_indices)
+    assert torch.equal(ours[1], expected[1])
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-6, atol=0)
+
+
+def test_norm_route_errors():
+    x, norm_weight, gate = torch.randn(2, 8), torch.ones(8), torch.randn(4, 8)
+    options = {"normalize": True, "scale": 1.0}
+    for inputs, message in (
+        ((x[0], norm_weight, 1e-6, gate, None, 2), "x must be"),
+        ((x, norm_weight, 1e-6, gate[:, :4], None, 2), "x must be"),
+        ((x, norm_weight[:4], 1e-6, gate, None, 2), "norm_weight"),
+        ((x, norm_weight.half(), 1e-6, gate, None, 2), "norm_weight"),
+        ((x, norm_weight, 1e-6, gate, None, 5), "top_k"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            norm_route(*inputs, **options)
+    with pytest.raises(ValueError, match="live"):
+        norm_route(x, norm_weight, 1e-6, gate, None, 2, live=torch.tensor([1]), **options)
+
+
+def interpreted_norm_route() -> dict[str, bool]:
+    """For each case and tiling whether the kernel is right and leaves its counters as they were."""
+    from deepseek_accel.kernels.router import launch_norm_route
+
+    results = {}
+    for case in NORM_CASES:
+        for dtype in (torch.float32, torch.float16):
+            for tiles in (None, (1, 1, 1), (4, 4, 2)):
+                inputs, options = make_norm(case, dtype)
+                counters = torch.zeros(len(inputs[0]), dtype=torch.int32)
+                ours = launch_norm_route(*inputs, **options, counters=counters, tiles=tiles)
+                expected = norm_route_reference(*inputs, **options)
+                tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+                results[f"{case} {dtype} {tiles}"] = (
+                    torch.equal(ours[2], expected[2])
+                    and torch.allclose(ours[0], expected[0], rtol=tolerance, atol=tolerance)
+                    and torch.allclose(ours[1], expected[1], rtol=10 * tolerance, atol=1e-6)
+                    and bool((counters == 0).all())
+                )
+    return results
+
+
+def test_norm_route_kernel_in_the_interpreter():
+    results = interpret(interpreted_norm_route)
+    assert len(results) == 6 * len(NORM_CASES)
     assert [name for name, right in results.items() if not right] == []

@@ -19,9 +19,10 @@ import torch
 from .. import api, families
 from ..errors import AccelError
 from ..passes.kv_cache import KVCache
-from . import greedy
+from . import greedy, peers, soak
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
+from .floor import counted_experts, expected_experts, step_bytes
 from .measure import copy_bandwidth
 from .shapes import Point, Subject, load, variants
 
@@ -44,12 +45,17 @@ class Options:
     repeats: int = 3
     skip_stock: bool = False
     only_stock: bool = False
+    peers: bool = False
+    soak: int = 0
+    """How many calls of mixed batch and length to run after the points; 0 is none."""
 
     def __post_init__(self) -> None:
         if self.new_tokens < 2:
             raise AccelError(f"new_tokens must be at least 2 to time a step, got {self.new_tokens}")
         if self.repeats < 1:
             raise AccelError(f"repeats must be at least 1, got {self.repeats}")
+        if self.soak < 0:
+            raise AccelError(f"soak must be a number of calls, got {self.soak}")
         if self.skip_stock and self.only_stock:
             raise AccelError("skip_stock and only_stock leave nothing to measure; give one of them")
 
@@ -80,13 +86,18 @@ class Row:
     itl_ratio: float | None = None
     """Stock's time divided by this one: how many times faster."""
     peak_bytes_above_weights: int | None = None
+    """Of the whole call."""
+    prefill_peak_bytes_above_weights: int | None = None
+    """Of a call of one token."""
     kv_bytes_per_token_and_layer: float | None = None
     experts_per_step: float | None = None
     """Distinct routed experts hit per decode step and mixture layer."""
     floor_ms: float | None = None
     """Bytes a decode step must read, at the device's copy bandwidth."""
-    percent_of_floor: float | None = None
-    """floor_ms / itl_ms."""
+    floor_ratio: float | None = None
+    """itl_ms / floor_ms: how many times the floor."""
+    first_tokens: list[int] | None = None
+    """Stock's first new token of each sequence."""
     accuracy: dict[str, Any] | None = None
     traceback: str | None = None
 
@@ -102,39 +113,6 @@ def _first_line(error: BaseException) -> str:
     return text if isinstance(error, AccelError) else f"{type(error).__name__}: {text}"
 
 
-@contextlib.contextmanager
-def counted_experts(model: Any, batch: int) -> Iterator[list[int]]:
-    """Distinct experts of every router call that routes one token per row, that is, of decode steps."""
-    counts: list[int] = []
-
-    def count(module: Any, inputs: Any, output: Any) -> None:
-        indices = output[2]
-        if indices.shape[0] == batch:
-            counts.append(len(indices.unique()))
-
-    blocks = families.find(model).moe(model)
-    hooks = [block.gate.register_forward_hook(count) for _, block in blocks]
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def step_bytes(model: Any, batch: int, context: float, kv_bytes: float, experts: float | None) -> float:
-    """Bytes a decode step must read: weights it touches, once, and every key and value."""
-    family = families.find(model)
-    embedding = model.get_input_embeddings().weight
-    tied = embedding is model.get_output_embeddings().weight
-    total = float(sum(p.numel() * p.element_size() for p in model.parameters()))
-    total -= 0 if tied else embedding.numel() * embedding.element_size()
-    for _, block in family.moe(model):
-        weights = list(block.experts.parameters())
-        size = sum(p.numel() * p.element_size() for p in weights)
-        total -= size * (1 - (experts or 0.0) / weights[0].shape[0])
-    return total + kv_bytes * len(family.layers(model)) * batch * context
-
-
 @dataclass
 class Times:
     """What the repeats of one variant gave."""
@@ -145,6 +123,7 @@ class Times:
     """Seconds from the first token to the last."""
     tokens: list[torch.Tensor] = field(default_factory=list)
     peak_bytes: int = 0
+    prefill_peak_bytes: int = 0
 
 
 class PointRun:
@@ -227,15 +206,20 @@ class PointRun:
         if cuda:
             greedy.generate(model, prompt, min(4, count))
             torch.cuda.reset_peak_memory_stats(self.device)
+            greedy.generate(model, prompt, 1)
+            times.prefill_peak_bytes = self._peak_above_weights()
+            torch.cuda.reset_peak_memory_stats(self.device)
         for _ in range(repeats):
             first, rest, output = greedy.timed(model, prompt, count)
             times.first.append(first)
             times.rest.append(rest)
             times.tokens.append(output[:, prompt.shape[1] :].cpu())
         if cuda:
-            held = [*model.parameters(), *model.buffers()]
-            weights = sum(t.numel() * t.element_size() for t in held)
-            times.peak_bytes = torch.cuda.max_memory_allocated(self.device) - weights
+            times.peak_bytes = self._peak_above_weights()
+
+    def _peak_above_weights(self) -> int:
+        held = [*self.model.parameters(), *self.model.buffers()]
+        return torch.cuda.max_memory_allocated(self.device) - sum(t.numel() * t.element_size() for t in held)
 
     def _fill(self, name: str) -> None:
         row, times, count = self.rows[name], self.times[name], self.options.new_tokens
@@ -250,8 +234,11 @@ class PointRun:
         itl = statistics.median(times.rest) / (count - 1)
         row.ttft_ms, row.itl_ms = first * 1e3, itl * 1e3
         row.tokens_per_second = self.point.batch / itl if itl > 0 else None
-        row.peak_bytes_above_weights = times.peak_bytes if self.device.type == "cuda" else None
+        if self.device.type == "cuda":
+            row.peak_bytes_above_weights = times.peak_bytes
+            row.prefill_peak_bytes_above_weights = times.prefill_peak_bytes
         row.experts_per_step = self.experts
+        row.first_tokens = None if self.stock is None else self.stock.tokens[:, 0].tolist()
         family = families.find(self.model)
         if self.stock is not None and row.kv_bytes_per_token_and_layer is None:
             held = self.point.prompt_length + self.stock.tokens.shape[1] - 1
@@ -259,9 +246,10 @@ class PointRun:
             row.kv_bytes_per_token_and_layer = self.stock.cache_bytes / tokens
         context = self.point.prompt_length + count / 2
         kv_bytes = KVCache().describe(self.model, family)["bytes_per_token_and_layer"]
-        read = step_bytes(self.model, self.point.batch, context, kv_bytes, self.experts)
+        experts = expected_experts(self.model, self.point.batch) if self.experts is None else self.experts
+        read = step_bytes(self.model, self.point.batch, context, kv_bytes, experts)
         row.floor_ms = read / copy_bandwidth(self.device) * 1e3
-        row.percent_of_floor = 100 * row.floor_ms / row.itl_ms if itl > 0 else None
+        row.floor_ratio = row.itl_ms / row.floor_ms
 
     def _wrong_tokens(self, name: str) -> str | None:
         """What is wrong with the tokens of the timed runs, or None."""
@@ -339,7 +327,64 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
         except Exception as error:  # whatever a point does, the others are measured
             rows += failed_rows(_at(options, point), list(configs), error)
             release(device)
-    return _result(device, rows)
+    soaked = soak_optimized(subject, options, step) if options.soak else None
+    if options.peers:
+        step("vLLM on the same weights")
+        rows = with_peers(rows, subject, options)
+    return _result(device, rows) | ({} if soaked is None else {"soak": soaked})
+
+
+def soak_optimized(subject: Subject, options: Options, step: Step) -> dict[str, Any]:
+    """`soak.run` on the model with every chosen pass, or why it stopped."""
+    try:
+        with applied(subject.model, variants(options.passes, ablate=False).popitem()[1]):
+            return soak.run(subject, options.points, options.new_tokens, options.soak, step)
+    except Exception as error:
+        return {"calls": options.soak, "error": _first_line(error)}
+    finally:
+        release(subject.model.device)
+
+
+def with_peers(rows: Sequence[Row], subject: Subject, options: Options) -> list[Row]:
+    """`rows` with one of vLLM after those of each point. What it could not measure says why."""
+    ours = [_row(options, point, peers.VLLM, subject.model.dtype) for point in options.points]
+    result: dict[str, Any] = {"points": [{} for _ in ours]}
+    if not peers.is_installed():
+        for row in ours:
+            row.status, row.detail = SKIPPED, peers.SKIPPED
+    else:
+        try:
+            result = peers.measure(subject, options.points, options.new_tokens, options.repeats)
+        except Exception as error:
+            for row in ours:
+                row.fail(error)
+    merged: list[Row] = []
+    for row, measured in zip(ours, result["points"], strict=True):
+        same = [other for other in rows if (other.batch, other.prompt_length) == (row.batch, row.prompt_length)]
+        if "error" in measured:
+            row.status, row.detail = ERROR, measured["error"]
+        elif measured:
+            _fill_peer(row, same, measured)
+            row.variant = f"{peers.VLLM} {result['version']}"
+        merged += [*same, row]
+    return merged
+
+
+def _fill_peer(row: Row, same_point: Sequence[Row], measured: dict[str, Any]) -> None:
+    row.ttft_ms, row.itl_ms = measured["ttft_ms"], measured["itl_ms"]
+    row.detail = "not checked"
+    row.tokens_per_second = row.batch / row.itl_ms * 1e3 if row.itl_ms > 0 else None
+    for other in same_point:
+        row.floor_ms = row.floor_ms or other.floor_ms
+        row.experts_per_step = row.experts_per_step or other.experts_per_step
+        if other.variant == STOCK and other.ttft_ms and other.itl_ms:
+            row.ttft_ratio = other.ttft_ms / row.ttft_ms
+            row.itl_ratio = other.itl_ms / row.itl_ms if row.itl_ms > 0 else None
+        if (expected := other.first_tokens) is not None:
+            got = [tokens[0] for tokens in measured["tokens"]]
+            equal = sum(a == b for a, b in zip(got, expected, strict=True))
+            row.detail = f"first token as stock's in {equal} of {len(expected)} rows"
+    row.floor_ratio = row.itl_ms / row.floor_ms if row.floor_ms else None
 
 
 def _at(options: Options, point: Point) -> Options:

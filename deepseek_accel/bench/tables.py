@@ -73,10 +73,10 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], le
 def generate_table(result: dict[str, Any]) -> Any:
     """One row per point and variant; times are medians, ratios are stock's time divided by the row's."""
     columns = ["batch x prompt", "variant", "TTFT ms", "to stock", "ITL ms", "to stock", "tokens/s", "peak GiB"]
-    columns += ["KV bytes", "experts", "% of floor", "checked"]
+    columns += ["of prefill", "KV bytes", "experts", "floor ms", "x floor", "checked"]
     rows = []
     for row in result["rows"]:
-        peak = row["peak_bytes_above_weights"]
+        peaks = (row["peak_bytes_above_weights"], row["prefill_peak_bytes_above_weights"])
         rows.append(
             [
                 f"{row['batch']}x{row['prompt_length']}",
@@ -86,10 +86,11 @@ def generate_table(result: dict[str, Any]) -> Any:
                 number(row["itl_ms"]),
                 ratio(row["itl_ratio"]),
                 number(row["tokens_per_second"]),
-                "n/a" if peak is None else f"{peak / 2**30:.2f}",
+                *("n/a" if peak is None else f"{peak / 2**30:.2f}" for peak in peaks),
                 "-" if row["kv_bytes_per_token_and_layer"] is None else f"{row['kv_bytes_per_token_and_layer']:,.0f}",
                 number(row["experts_per_step"]),
-                number(row["percent_of_floor"]),
+                number(row["floor_ms"]),
+                ratio(row["floor_ratio"]),
                 row["detail"] if row["status"] == "ok" else f"{row['status']}: {row['detail']}",
             ]
         )
@@ -101,6 +102,18 @@ def generate_table(result: dict[str, Any]) -> Any:
     if (copy := result["environment"].get("copy_bytes_per_second")) is not None:
         title += f"\nfloor: weights touched and keys read at the measured copy speed of {copy / 1e9:,.0f} GB/s"
     return _table(title, columns, rows)
+
+
+def soak_line(soak: dict[str, Any]) -> str:
+    """What many calls left behind, in one line."""
+    if "error" in soak:
+        return f"soak of {soak['calls']:,} calls: error: {soak['error']}"
+    held = soak["bytes_held"]
+    return (
+        f"soak, {soak['calls']:,} calls of mixed batch and length: {soak['what']} held {held[0][1]:,} bytes after the "
+        f"first call, {held[-1][1]:,} after the last ({soak['bytes_grown']:+,}), at most {max(b for _, b in held):,}; "
+        f"ITL at {soak['point']} {number(soak['itl_first_ms'])} ms first, {number(soak['itl_last_ms'])} ms last"
+    )
 
 
 def ops_table(result: dict[str, Any]) -> Any:

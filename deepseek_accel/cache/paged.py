@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .. import families
-from ..errors import PlanError, UnsupportedModelError
+from ..errors import CacheFullError, PlanError, UnsupportedModelError
 from ..versions import crop_takes_length
 from .pages import PagePool, PageTable, check_page_options
 
@@ -36,6 +36,11 @@ class Pages:
     value_dim: int
     fresh: tuple[torch.Tensor, torch.Tensor] | None
     """The keys and values just written, if nothing was held before them."""
+
+    @property
+    def address(self) -> None:
+        """Pages in hand are read where `storage` is; see `generation.reach.Held`."""
+        return None
 
     def entries(self) -> torch.Tensor:
         """[B, T, width] in sequence order: a view of the pages where one row lies in consecutive pages, else a copy."""
@@ -339,6 +344,41 @@ class PagedCache(DynamicCache):
     @property
     def page_size(self) -> int:
         return self._pools.page_size
+
+    @property
+    def length(self) -> int:
+        """Tokens held per row."""
+        return int(self.layers[0].length)
+
+    @property
+    def is_recording(self) -> bool:
+        return any(layer.record_past for layer in self.layers)
+
+    @property
+    def pool(self) -> PagePool:
+        """The one pool of all layers. Raises ValueError where layers differ in device or window, or hold nothing."""
+        (pool,) = self._pools.all
+        return pool
+
+    def reserve(self, stop: int, ahead: int = 0) -> int:
+        """Take pages for the tokens before `stop`, and if they are to be had for `ahead` more; says up to which token.
+
+        The caller writes the entries itself and then calls `commit`. Raises CacheFullError if not even `stop` fits.
+        """
+        pool = self.pool
+        try:
+            pool.extend(self.length, stop + ahead)
+            return stop + ahead
+        except CacheFullError:
+            pool.extend(self.length, stop)
+            return stop
+
+    def commit(self, length: int) -> None:
+        """Every layer holds `length` tokens per row now; pages beyond are given back."""
+        for layer in self.layers:
+            layer.length = length
+        for pool in self._pools.all:
+            self._pools.trim(pool)
 
     @property
     def pages_in_use(self) -> int:

@@ -3,10 +3,15 @@
 Flash decoding (https://pytorch.org/blog/flash-decoding/): several programs each attend to a part of a row's keys and
 write a normalised partial output and the log2 of its softmax denominator; `combine_kernel` then weights the parts.
 All exponentials are base 2, so scores arrive multiplied by log2(e).
+
+The grid has `num_splits` programs for a row whatever its length, so that a CUDA graph can hold it. How many of them
+have keys, `key_parts` says, to the programs and to the merge alike: the others write nothing, and nobody reads their
+part.
 """
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +49,7 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         runtime, constants = _parameters(self.kernel)
+        dependent = {"launch_pdl": True} if self.arguments.get("PDL") else {}
         launching.launch(
             self.kernel,
             self.grid,
@@ -51,6 +57,7 @@ class Launch(NamedTuple):
             tuple([self.arguments[name] for name in constants]),
             num_warps=self.num_warps,
             num_stages=self.num_stages,
+            **dependent,
         )
 
 
@@ -95,6 +102,16 @@ def choose_splits(num_programs: int, max_blocks: int, processors: int) -> int:
 
 
 @functools.cache
+def least_blocks(num_programs: int, processors: int) -> int:
+    """How many blocks of keys a part has at least, if a row's keys are cut in a number of parts made for long rows.
+
+    One for few programs: the GPU is empty otherwise. Several if the rows alone nearly fill it: partial results are
+    written and read once more.
+    """
+    return 1 if 8 * num_programs <= processors else 4
+
+
+@functools.cache
 def launch_options(
     capability: tuple[int, int], num_rows: int, page_size: int, key_width: int, value_width: int, element_size: int
 ) -> LaunchOptions:
@@ -120,21 +137,30 @@ def launch_options(
 
 
 @triton.jit
-def attended_blocks(
-    length, start, num_queries, row_block, HEADS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
+def key_parts(
+    length, start, num_queries, row_block, num_splits, least_blocks, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The half-open range of key blocks that this program of (row block, row, split) reads; empty if first >= last."""
+    """How the keys of a row block are cut: the first block of keys, the end, the blocks of a part.
+
+    Part i has blocks first + i * size up to first + (i + 1) * size or the end; a part that begins past it is empty.
+    """
     end = length
     if CAUSAL:
-        last_query = tl.minimum((row_block * BLOCK_ROWS + BLOCK_ROWS - 1) // HEADS, num_queries - 1)
+        last_query = tl.minimum((row_block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, num_queries - 1)
         end = tl.maximum(length - num_queries + last_query + 1, 0)
     first = start // BLOCK_KEYS
     last = (end + BLOCK_KEYS - 1) // BLOCK_KEYS
-    splits = tl.num_programs(2)
-    blocks_per_split = (tl.maximum(last - first, 0) + splits - 1) // splits
-    first += tl.program_id(2) * blocks_per_split
-    return first, tl.minimum(first + blocks_per_split, last)
+    return first, last, tl.maximum((tl.maximum(last - first, 0) + num_splits - 1) // num_splits, least_blocks)
+
+
+@triton.jit
+def storage_pointer(storage, address):
+    """Where the pages are: at `storage`, or where the number at `address` says, in elements of `storage`."""
+    if address is not None:
+        # A torch allocation: its alignment, which the compiler cannot see, keeps loads 16 bytes wide.
+        storage = tl.multiple_of(tl.load(address).to(tl.pointer_type(storage.dtype.element_ty)), 16)
+    return storage
 
 
 @triton.jit
@@ -187,108 +213,97 @@ def store_rows(
         tl.store(out + out_offsets[:, None] + columns[None, :], total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_queries"])
-def combine_kernel(
-    parts, lse, out, num_splits, num_queries, out_stride_b, out_stride_s, out_stride_h,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+@triton.jit
+def active_parts(
+    lengths, starts, batch, query, head, num_queries, num_splits, least_blocks, GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Merges parts [row, split, WIDTH] into one output row. Parts whose lse is -inf hold nothing and are not read."""
-    row = tl.program_id(0).to(tl.int64)
+    """How many parts of an output row (batch, query, head), all of any shape, were written. 0: its row has no keys."""
+    length = tl.load(lengths + batch)
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + batch)
+    row_block = (query * GROUP + head % GROUP).to(tl.int32) // BLOCK_ROWS
+    first, last, size = key_parts(
+        length, start, num_queries, row_block, num_splits, least_blocks, GROUP, BLOCK_ROWS, BLOCK_KEYS, CAUSAL
+    )
+    return (tl.maximum(last - first, 0) + size - 1) // size
+
+
+@triton.jit
+def merged_row(
+    parts, lse, row, num_splits, active, column, WIDTH: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Columns of the first `active` parts [row, split, WIDTH] of one row, merged, in fp32. Other parts are not read."""
     split = tl.arange(0, BLOCK_SPLITS)
-    column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
-    part = row * num_splits + split
-    exponent = tl.load(lse + part, mask=split < num_splits, other=float("-inf"))
+    exponent = tl.load(lse + row * num_splits + split, mask=split < active, other=float("-inf"))
     largest = tl.max(exponent, 0)
-    weight = tl.exp2(exponent - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weight, 0)
-    weight = weight / tl.where(total == 0.0, 1.0, total)
-    inside = (exponent != float("-inf"))[:, None] & (column < WIDTH)[None, :]
-    values = tl.load(parts + part[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(exponent - largest), 0)
+    # Many parts at once, summed at the end: one after the other, each would cost a trip to the L2.
+    sums = tl.zeros([CHUNK, column.shape[0]], tl.float32)
+    inside = (column < WIDTH)[None, :]
+    for begin in range(0, active, CHUNK):
+        part = begin + tl.arange(0, CHUNK)
+        weight = tl.exp2(tl.load(lse + row * num_splits + part, mask=part < active, other=float("-inf")) - largest)
+        places = (row * num_splits + part)[:, None] * WIDTH + column[None, :]
+        sums += tl.load(parts + places, mask=(part < active)[:, None] & inside, other=0.0) * weight[:, None]
+    return tl.sum(sums, 0) / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_queries", "least_blocks"])
+def combine_kernel(
+    parts, lse, lengths, starts, out, num_splits, num_queries, least_blocks, out_stride_b, out_stride_s, out_stride_h,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merges parts [row, split, WIDTH] into one output row; zeros where the row has no keys."""
+    launching.launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     head = row % HEADS
     query = row // HEADS % num_queries
     batch = row // HEADS // num_queries
+    launching.wait(PDL)
+    active = active_parts(
+        lengths, starts, batch, query, head, num_queries, num_splits, least_blocks, GROUP, BLOCK_ROWS, BLOCK_KEYS,
+        CAUSAL,
+    )  # fmt: skip
+    merged = merged_row(parts, lse, row, num_splits, active, column, WIDTH, BLOCK_SPLITS, CHUNK)
     out += batch * out_stride_b + query * out_stride_s + head * out_stride_h
-    tl.store(out + column, tl.sum(values * weight[:, None], 0).to(out.dtype.element_ty), mask=column < WIDTH)
+    tl.store(out + column, merged.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
-def combine_launch(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> Launch:
+def merge_arguments(attention: dict[str, Any], group: int) -> dict[str, Any]:
+    """What a merge needs to know of the attention kernel's arguments, to find the parts that were written.
+
+    group: how many heads share a row block's keys.
+    """
+    same = ("lse", "lengths", "starts", "num_queries", "least_blocks", "BLOCK_ROWS", "BLOCK_KEYS", "CAUSAL", "PDL")
+    return {"parts": attention["out"], "GROUP": group, **{name: attention[name] for name in same}}
+
+
+def combine_launch(attention: dict[str, Any], group: int, out: torch.Tensor) -> Launch:
     """parts [B*S*H, splits, V] and lse [B*S*H, splits], fp32, into out [B, S, H, V] of any strides but unit last."""
-    num_rows, num_splits, width = parts.shape
+    num_rows, num_splits, width = attention["out"].shape
     block_width = min(padded(width), 128)
     arguments = {
-        "parts": parts,
-        "lse": lse,
+        **merge_arguments(attention, group),
         "out": out,
         "num_splits": num_splits,
-        "num_queries": out.shape[1],
         "out_stride_b": out.stride(0),
         "out_stride_s": out.stride(1),
         "out_stride_h": out.stride(2),
         "HEADS": out.shape[2],
         "WIDTH": width,
         "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
+        "CHUNK": min(triton.next_power_of_2(num_splits), 32),
         "BLOCK_WIDTH": block_width,
     }
     grid = (num_rows, triton.cdiv(width, block_width))
-    return Launch(combine_kernel, grid, arguments, num_warps=8 if num_splits > 32 else 4, num_stages=1)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def combine_project_kernel(
-    parts, lse, weight, out, num_splits, weight_head_stride, weight_row_stride,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr, BLOCK_VALUES: tl.constexpr,
-):  # fmt: skip
-    """`combine_kernel`, and the product of the merged row with its head's matrix weight [HEADS, VALUES, WIDTH].
-
-    out [rows, VALUES]. For few rows: every program reads its block of the matrix once per row.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_SPLITS)
-    column = tl.arange(0, BLOCK_WIDTH)
-    value = tl.program_id(1) * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
-    exponent = tl.load(lse + row * num_splits + split, mask=split < num_splits, other=float("-inf"))
-    largest = tl.max(exponent, 0)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.exp2(exponent - largest), 0)
-    merged = tl.zeros([BLOCK_WIDTH], tl.float32)
-    for i in range(num_splits):
-        part = row * num_splits + i
-        scale = tl.exp2(tl.load(lse + part) - largest)
-        # a part whose lse is -inf holds nothing and is not read
-        filled = column < tl.where(scale > 0.0, WIDTH, 0)
-        merged += tl.load(parts + part * WIDTH + column, mask=filled, other=0.0) * scale
-    merged = merged / tl.where(total == 0.0, 1.0, total)
-    rounded = merged.to(out.dtype.element_ty).to(tl.float32)
-    matrix = weight + (row % HEADS) * weight_head_stride + value[:, None] * weight_row_stride + column[None, :]
-    inside = (value < VALUES)[:, None] & (column < WIDTH)[None, :]
-    product = tl.sum(tl.load(matrix, mask=inside, other=0.0).to(tl.float32) * rounded[None, :], 1)
-    tl.store(out + row * VALUES + value, product.to(out.dtype.element_ty), mask=value < VALUES)
-
-
-def combine_project_launch(parts: torch.Tensor, lse: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Launch:
-    """parts [B*S*H, splits, C] and lse [B*S*H, splits], fp32, times weight [H, V, C], into out [B, S, H, V]."""
-    num_rows, num_splits, width = parts.shape
-    heads, values, _ = weight.shape
-    block_width = padded(width)
-    block_values = min(padded(values), max(1, 16384 // block_width))
-    arguments = {
-        "parts": parts,
-        "lse": lse,
-        "weight": weight,
-        "out": out,
-        "num_splits": num_splits,
-        "weight_head_stride": weight.stride(0),
-        "weight_row_stride": weight.stride(1),
-        "HEADS": heads,
-        "WIDTH": width,
-        "VALUES": values,
-        "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
-        "BLOCK_WIDTH": block_width,
-        "BLOCK_VALUES": block_values,
-    }
-    grid = (num_rows, triton.cdiv(values, block_values))
-    return Launch(combine_project_kernel, grid, arguments, num_warps=8, num_stages=1)
+    return Launch(combine_kernel, grid, arguments, num_warps=4, num_stages=1)
 
 
 def output_like(query: torch.Tensor, width: int) -> torch.Tensor:
@@ -341,7 +356,8 @@ def compile_case(name: str, launch: Launch, capability: int) -> tuple[str, Any, 
             constexprs[parameter.name] = value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _TYPE_NAMES[value.dtype]
-            attrs[(index,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize_on_alignment:
+                attrs[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
@@ -352,6 +368,11 @@ def compile_case(name: str, launch: Launch, capability: int) -> tuple[str, Any, 
     return name, launch.kernel, signature, constexprs, options
 
 
+def aligned(names: list[str], chosen: Iterable[str]) -> dict[tuple[int], list]:
+    """`attrs` of a case for `chosen` ones of a kernel's parameters `names`: multiples of 16, but not `address`."""
+    return {(names.index(name),): [["tt.divisibility", 16]] for name in chosen if name not in ("address", "eps")}
+
+
 _TYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -360,21 +381,3 @@ _TYPE_NAMES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
-
-
-def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
-    """The merge for V2-Lite (rank 512) and for Llama (head 128), few and many splits."""
-    cases = []
-    for width, num_splits in ((512, 4), (512, MAX_SPLITS), (128, 32)):
-        query = torch.empty(2, 1, 16, width, dtype=torch.bfloat16, device="meta")
-        launch = combine_launch(*parts_like(query, num_splits, width), output_like(query, width))
-        cases += [
-            compile_case(f"combine V{width} splits{num_splits}", launch, capability) for capability in (80, 90, 100)
-        ]
-    for heads in (16, 128):
-        query = torch.empty(1, 1, heads, 512, dtype=torch.bfloat16, device="meta")
-        weight = torch.empty(heads, 128, 512, dtype=torch.bfloat16, device="meta")
-        out = torch.empty(1, 1, heads, 128, dtype=torch.bfloat16, device="meta")
-        launch = combine_project_launch(*parts_like(query, 32, 512), weight, out)
-        cases += [compile_case(f"combine_project H{heads}", launch, capability) for capability in (80, 89, 90, 100)]
-    return cases

@@ -10,16 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
+from deepseek_accel.kernels import launching
 from deepseek_accel.kernels.combine import (
     LOG2_E,
     Launch,
     LaunchOptions,
-    attended_blocks,
     capability_of,
     choose_splits,
     combine_launch,
     compile_case,
+    key_parts,
     launch_options,
+    least_blocks,
     mask_arguments,
     masked_scores,
     num_processors,
@@ -27,21 +29,26 @@ from deepseek_accel.kernels.combine import (
     padded,
     parts_like,
     softmax_step,
+    storage_pointer,
     store_rows,
 )
 
 
-@triton.jit(do_not_specialize=["num_queries", "max_length", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride"],
+    do_not_specialize_on_alignment=["address"],
+)
 def gqa_attention_kernel(
-    query, storage, block_table, lengths, starts, mask, out, lse,
-    scale_log2, mask_floor, num_queries, max_length, table_stride,
+    query, storage, address, block_table, lengths, starts, mask, out, lse,
+    scale_log2, mask_floor, num_queries, max_length, least_blocks, table_stride,
     query_stride_b, query_stride_s, query_stride_h,
     mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    launching.launch_dependents(PDL)
     WIDTH: tl.constexpr = KV_HEADS * (HEAD_DIM + VALUE_DIM)
     row_block = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -52,15 +59,19 @@ def gqa_attention_kernel(
     live = position_in_queries < num_queries
     part_rows = (batch * num_queries + position_in_queries) * (KV_HEADS * GROUP) + head
 
+    launching.wait(PDL)
     length = tl.load(lengths + batch)
     start = 0
     if starts is not None:
         start = tl.load(starts + batch)
-    first, last = attended_blocks(length, start, num_queries, row_block, GROUP, BLOCK_ROWS, BLOCK_KEYS, CAUSAL)
+    first, last, part_blocks = key_parts(
+        length, start, num_queries, row_block, tl.num_programs(2), least_blocks, GROUP, BLOCK_ROWS, BLOCK_KEYS, CAUSAL
+    )
+    first += tl.program_id(2) * part_blocks
+    last = tl.minimum(first + part_blocks, last)
     if SPLIT and first >= last:
-        empty = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-        tl.store(lse + part_rows * tl.num_programs(2) + tl.program_id(2), empty, mask=live)
         return
+    storage = storage_pointer(storage, address)
     limits = tl.zeros((BLOCK_ROWS,), tl.int32) + length
     if CAUSAL:
         limits = length - num_queries + position_in_queries + 1
@@ -124,10 +135,13 @@ def plan(
     starts: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     num_splits: int | None = None,
+    address: torch.Tensor | None = None,
+    least: int | None = None,
     capability: tuple[int, int] | None = None,
     options: LaunchOptions | None = None,
+    pdl: bool | None = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
-    """The output (not yet written) and the launches that write it."""
+    """The output (not yet written) and the launches that write it. least: instead of `least_blocks`."""
     batch, num_queries, heads, head_dim = query.shape
     group, page_size = heads // num_kv_heads, storage.shape[1]
     options = options or launch_options(
@@ -147,6 +161,7 @@ def plan(
     arguments = {
         "query": query,
         "storage": storage,
+        "address": address,
         "block_table": block_table,
         "lengths": lengths,
         "starts": starts,
@@ -155,6 +170,7 @@ def plan(
         "scale_log2": scale * LOG2_E,
         "num_queries": num_queries,
         "max_length": max_length,
+        "least_blocks": least or least_blocks(programs * batch, 2 * num_processors(storage.device)),
         "table_stride": block_table.stride(0),
         "query_stride_b": query.stride(0),
         "query_stride_s": query.stride(1),
@@ -174,13 +190,14 @@ def plan(
         "STAGES": options.num_stages,
         "CAUSAL": causal,
         "SPLIT": num_splits > 1,
+        "PDL": launching.uses_pdl(storage.device) if pdl is None else pdl,
         **mask_arguments(mask),
     }
     launches = [
         Launch(gqa_attention_kernel, (programs, batch, num_splits), arguments, options.num_warps, options.num_stages)
     ]
     if lse is not None:
-        launches.append(combine_launch(parts, lse, out))
+        launches.append(combine_launch(arguments, group, out))
     return out, launches
 
 
@@ -196,14 +213,16 @@ def launch(*arguments: Any, **options: Any) -> torch.Tensor:
 def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
     """Llama-3 8B (head dim 128, group 4), decode and drafted tokens, and Qwen2-like 64-wide heads."""
     cases = []
-    variants = (  # group, head_dim, queries, page_size, num_splits, mask, dtype
-        (4, 128, 1, 64, 4, None, torch.bfloat16),
-        (4, 128, 1, 16, 1, None, torch.float16),
-        (4, 128, 16, 64, 1, torch.bool, torch.bfloat16),
-        (7, 64, 1, 64, 4, torch.bfloat16, torch.bfloat16),
-        (4, 128, 1, 64, 4, None, torch.float32),
+    variants = (  # group, head_dim, queries, page_size, num_splits, mask, dtype, what else
+        (4, 128, 1, 64, 4, None, torch.bfloat16, ""),
+        (4, 128, 1, 64, 4, None, torch.bfloat16, "graph"),
+        (1, 128, 1, 64, 1, None, torch.bfloat16, "graph"),
+        (4, 128, 1, 16, 1, None, torch.float16, ""),
+        (4, 128, 16, 64, 1, torch.bool, torch.bfloat16, ""),
+        (7, 64, 1, 64, 4, torch.bfloat16, torch.bfloat16, ""),
+        (4, 128, 1, 64, 4, None, torch.float32, ""),
     )
-    for group, head_dim, queries, page_size, num_splits, mask_dtype, dtype in variants:
+    for group, head_dim, queries, page_size, num_splits, mask_dtype, dtype, graph in variants:
         meta = {"dtype": dtype, "device": "meta"}
         index = {"dtype": torch.int32, "device": "meta"}
         for capability in (80, 89, 90, 100):
@@ -216,13 +235,16 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 0.1,
                 8,
                 head_dim,
-                starts=torch.empty(2, **index) if mask_dtype else None,
+                starts=torch.empty(2, **index) if mask_dtype or graph else None,
                 mask=torch.empty(2, 1, queries, 1024, dtype=mask_dtype, device="meta") if mask_dtype else None,
                 num_splits=num_splits,
+                address=torch.empty(1, dtype=torch.int64, device="meta") if graph else None,
                 capability=divmod(capability, 10),
+                pdl=bool(graph) and capability >= 90,
             )
-            kind = str(dtype).removeprefix("torch.")
-            mask_name = " mask" if mask_dtype else ""
-            name = f"gqa D{head_dim} group{group} S{queries} P{page_size} splits{num_splits} {kind}{mask_name}"
-            cases.append(compile_case(name, launches[0], capability))
+            kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
+            name = f"gqa D{head_dim} group{group} S{queries} P{page_size} splits{num_splits} {kind} {graph}"
+            cases.append(compile_case(name.strip(), launches[0], capability))
+            if len(launches) > 1:
+                cases.append(compile_case(f"combine of {name}".strip(), launches[1], capability))
     return cases

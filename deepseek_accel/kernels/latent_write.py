@@ -8,12 +8,11 @@ import triton
 import triton.language as tl
 
 from . import launching
+from .combine import aligned, padded, storage_pointer
 
-# Up to this many tokens, absorbing is a product of a matrix with few vectors and reads w_uk once per token, from the
-# L2 after the first; beyond, torch's batched matrix product reads it once for all.
-MAX_ABSORBED_TOKENS = 8
-BLOCK_COLUMNS = 128
-BLOCK_NOPE = 64
+# Up to this many tokens w_uk is read once or twice, with dependent launch even before the query is there; beyond,
+# torch's batched matrix product is as fast.
+MAX_ABSORBED_TOKENS = 128
 
 
 @triton.jit
@@ -33,7 +32,65 @@ def _rotate(x, out, cos, sin, pair, mask, HALF: tl.constexpr, PAIRS_IN: tl.const
     tl.store(out + second_out, (second * cos + first * sin).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries"])
+@triton.jit
+def _write_entry(
+    token, compressed, norm_weight, cos, sin, storage, address, slots, angle, angle_stride, eps,
+    C: tl.constexpr, HALF: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The entry of one token, whose cos and sin begin at `angle`."""
+    column = tl.arange(0, BLOCK_C)
+    pair = tl.arange(0, BLOCK_HALF)
+    weight = tl.load(norm_weight + column, mask=column < C, other=0.0).to(tl.float32)
+    launching.wait(PDL)
+    storage = storage_pointer(storage, address)
+    slot = tl.load(slots + token)
+    entry, page = compressed + token * (C + 2 * HALF), storage + slot * (C + 2 * HALF)
+    c = tl.load(cos + angle + pair * angle_stride, mask=pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle + pair * angle_stride, mask=pair < HALF, other=0.0).to(tl.float32)
+    # an idle row has slot -1 and writes nothing
+    stored = column < tl.where(slot >= 0, C, 0)
+    value = tl.load(entry + column, mask=column < C, other=0.0)
+    wide = value.to(tl.float32)
+    normal = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / C + eps)).to(value.dtype).to(tl.float32)
+    tl.store(page + column, (weight * normal).to(storage.dtype.element_ty), mask=stored)
+    _rotate(entry + C, page + C, c, s, pair, pair < tl.where(slot >= 0, HALF, 0), HALF, PAIRS_IN, PAIRS_OUT)
+
+
+@triton.jit
+def _absorb(
+    block, head, token, num_tokens, query, cos, sin, w_uk, q_latent, q_rope, angle, angle_stride,
+    uk_head_stride, uk_row_stride,
+    H: tl.constexpr, N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_COLS: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr,
+    ABSORB: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of columns of one head's absorbed queries, for the tokens of a block; block 0 also rotates."""
+    column = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    row = tl.arange(0, BLOCK_N)
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    if ABSORB:
+        inside = (row < N)[:, None] & (column < C)[None, :]
+        places = head * uk_head_stride + row[:, None] * uk_row_stride + column[None, :]
+        matrix = tl.load(w_uk + places, mask=inside, other=0.0)
+    launching.wait(PDL)
+    exists = (token < num_tokens)[:, None]
+    source = query + ((token * H + head) * (N + 2 * HALF))[:, None]
+    if block == 0:
+        angles = angle[:, None] + pair * angle_stride
+        rotated = exists & (pair < HALF)
+        c = tl.load(cos + angles, mask=rotated, other=0.0).to(tl.float32)
+        s = tl.load(sin + angles, mask=rotated, other=0.0).to(tl.float32)
+        target = q_rope + ((token * H + head) * (2 * HALF))[:, None]
+        _rotate(source + N, target, c, s, pair, rotated, HALF, PAIRS_IN, PAIRS_OUT)
+    if ABSORB:
+        x = tl.load(source + row[None, :], mask=exists & (row < N)[None, :], other=0.0)
+        total = tl.dot(x, matrix, input_precision="ieee").to(q_latent.dtype.element_ty)
+        place = (head * num_tokens + token[:, None]) * C + column[None, :]
+        tl.store(q_latent + place, total, mask=exists & (column < C)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_queries"], do_not_specialize_on_alignment=["address"])
 def latent_write_kernel(
     query,  # [B * S, H, N + R]
     compressed,  # [B * S, C + R]
@@ -42,9 +99,11 @@ def latent_write_kernel(
     sin,
     w_uk,  # [H, N, C] of any strides but unit last
     storage,  # [tokens, C + R]
+    address,
     slots,  # [B * S]; a negative one is not written
     q_latent,  # [H, B * S, C]; written if ABSORB
     q_rope,  # [B * S, H, R]
+    num_tokens,
     num_queries,
     angle_row_stride,
     angle_query_stride,
@@ -56,6 +115,7 @@ def latent_write_kernel(
     N: tl.constexpr,
     C: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -63,49 +123,41 @@ def latent_write_kernel(
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     ABSORB: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (token, 0) writes the entry; program (token, 1 + head * blocks + block) does one block of one query."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair = tl.arange(0, BLOCK_HALF)
-    used = pair < HALF
-    angle = (token // num_queries) * angle_row_stride + (token % num_queries) * angle_query_stride + pair * angle_stride
-    c = tl.load(cos + angle, mask=used, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=used, other=0.0).to(tl.float32)
-    if part == 0:
-        column = tl.arange(0, BLOCK_C)
-        slot = tl.load(slots + token)
-        entry, page = compressed + token * (C + 2 * HALF), storage + slot * (C + 2 * HALF)
-        # an idle row has slot -1 and writes nothing
-        stored = column < tl.where(slot >= 0, C, 0)
-        value = tl.load(entry + column, mask=column < C, other=0.0)
-        weight = tl.load(norm_weight + column, mask=column < C, other=0.0).to(tl.float32)
-        wide = value.to(tl.float32)
-        normal = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / C + eps)).to(value.dtype).to(tl.float32)
-        tl.store(page + column, (weight * normal).to(storage.dtype.element_ty), mask=stored)
-        _rotate(entry + C, page + C, c, s, pair, pair < tl.where(slot >= 0, HALF, 0), HALF, PAIRS_IN, PAIRS_OUT)
+    """The first programs write an entry each; the others do BLOCK_COLS columns of one head for BLOCK_T queries."""
+    launching.launch_dependents(PDL)
+    program = tl.program_id(0)
+    if program < num_tokens:
+        token = program.to(tl.int64)
+        angle = (token // num_queries) * angle_row_stride + (token % num_queries) * angle_query_stride
+        _write_entry(
+            token, compressed, norm_weight, cos, sin, storage, address, slots, angle, angle_stride, eps,
+            C, HALF, BLOCK_C, BLOCK_HALF, PAIRS_IN, PAIRS_OUT, PDL,
+        )  # fmt: skip
     else:
         BLOCKS: tl.constexpr = (C + BLOCK_COLS - 1) // BLOCK_COLS if ABSORB else 1
-        head, block = (part - 1) // BLOCKS, (part - 1) % BLOCKS
-        source = query + (token * H + head) * (N + 2 * HALF)
-        rotated = pair < tl.where(block == 0, HALF, 0)
-        _rotate(source + N, q_rope + (token * H + head) * (2 * HALF), c, s, pair, rotated, HALF, PAIRS_IN, PAIRS_OUT)
-        if ABSORB:
-            col = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-            total = tl.zeros([BLOCK_COLS], tl.float32)
-            for start in range(0, N, BLOCK_N):
-                row = start + tl.arange(0, BLOCK_N)
-                x = tl.load(source + row, mask=row < N, other=0.0).to(tl.float32)
-                offsets = head.to(tl.int64) * uk_head_stride + row[:, None] * uk_row_stride + col[None, :]
-                inside = (row < N)[:, None] & (col < C)[None, :]
-                total += tl.sum(tl.load(w_uk + offsets, mask=inside, other=0.0).to(tl.float32) * x[:, None], 0)
-            target = q_latent + (head.to(tl.int64) * tl.num_programs(0) + token) * C + col
-            tl.store(target, total.to(q_latent.dtype.element_ty), mask=col < C)
+        part = program - num_tokens
+        head = (part // BLOCKS % H).to(tl.int64)
+        tokens = (part // BLOCKS // H).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        angles = (tokens // num_queries) * angle_row_stride + (tokens % num_queries) * angle_query_stride
+        _absorb(
+            part % BLOCKS, head, tokens, num_tokens, query, cos, sin, w_uk, q_latent, q_rope, angles, angle_stride,
+            uk_head_stride, uk_row_stride,
+            H, N, C, HALF, BLOCK_HALF, BLOCK_N, BLOCK_COLS, PAIRS_IN, PAIRS_OUT, ABSORB, PDL,
+        )  # fmt: skip
 
 
 @functools.cache
-def constants(heads: int, nope: int, rank: int, half: int, layout: str, absorb: bool) -> tuple[Any, ...]:
-    """The kernel's constexpr parameters, in order."""
-    blocks = (triton.next_power_of_2(rank), triton.next_power_of_2(half), BLOCK_NOPE, BLOCK_COLUMNS)
+def constants(
+    heads: int, nope: int, rank: int, half: int, layout: str, absorb: bool, num_tokens: int
+) -> tuple[Any, ...]:
+    """The kernel's constexpr parameters, in order, without PDL."""
+    block_n = padded(nope)
+    block_tokens = min(padded(num_tokens), 64)
+    # as many columns as a thread can hold in few registers while it waits
+    columns = min(padded(rank), max(16, 8192 // block_n))
+    blocks = (block_tokens, triton.next_power_of_2(rank), triton.next_power_of_2(half), block_n, columns)
     return (heads, nope, rank, half, *blocks, layout != "halves", layout == "pairs", absorb)
 
 
@@ -120,6 +172,8 @@ def launch(
     w_uk: torch.Tensor,
     storage: torch.Tensor,
     slots: torch.Tensor,
+    address: torch.Tensor | None = None,
+    pdl: bool | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(q_latent, q_rope); q_latent is None where the tokens are too many for this kernel to absorb."""
     batch, num_queries, heads, width = query.shape
@@ -130,9 +184,13 @@ def launch(
     q_latent = query.new_empty(heads, batch, num_queries, rank).permute(1, 2, 0, 3) if absorb else q_rope
     if q_rope.numel() == 0:
         return None, q_rope
+    fixed = constants(heads, nope, rank, half, layout, absorb, tokens)
+    block_tokens, columns = fixed[4], fixed[8]
+    blocks = -(-rank // columns) if absorb else 1
+    pdl = launching.uses_pdl(query.device) if pdl is None else pdl
     launching.launch(
         latent_write_kernel,
-        (tokens, 1 + heads * (-(-rank // BLOCK_COLUMNS) if absorb else 1)),
+        (tokens + -(-tokens // block_tokens) * heads * blocks,),
         (
             query.contiguous(),
             compressed.contiguous(),
@@ -141,9 +199,11 @@ def launch(
             sin,
             w_uk,
             storage,
+            address,
             slots,
             q_latent,
             q_rope,
+            tokens,
             num_queries,
             cos.stride(0) if cos.shape[0] > 1 else 0,
             cos.stride(1),
@@ -152,24 +212,28 @@ def launch(
             w_uk.stride(1),
             eps,
         ),
-        constants(heads, nope, rank, half, layout, absorb),
+        (*fixed, pdl),
         num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return q_latent if absorb else None, q_rope
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """(name, kernel, signature, constexprs, options) of the shapes of V2-Lite and V3 in bf16."""
+    """(name, kernel, signature, constexprs, options) of the shapes of V2-Lite and V3 in bf16, one token and many."""
     names = latent_write_kernel.arg_names
     types = dict.fromkeys(("query", "compressed", "norm_weight", "w_uk", "storage", "q_latent", "q_rope"), "*bf16")
-    types |= {"slots": "*i64", "eps": "fp32"}
+    types |= {"slots": "*i64", "address": "*i64", "eps": "fp32"}
     cases = []
     for name, heads, layout, angle in (("v2-lite", 16, "pairs", "*fp32"), ("v3", 128, "pairs_to_halves", "*bf16")):
-        for absorb in (True, False):
-            values = constants(heads, 128, 512, 32, layout, absorb)
-            fixed = dict(zip(names[-len(values) :], values, strict=True))
-            signature = dict.fromkeys(names, "i32") | types | {"cos": angle, "sin": angle}
-            signature |= dict.fromkeys(fixed, "constexpr")
-            options = {"num_warps": 4, "num_stages": 3}
-            cases.append((f"latent_write-{name}{'-absorb' * absorb}", latent_write_kernel, signature, fixed, options))
+        for tokens in (1, 32, 128, 512):
+            for pdl, only in ((False, {}), (True, {"capability": 90}), (True, {"capability": 100})):
+                values = (*constants(heads, 128, 512, 32, layout, tokens <= MAX_ABSORBED_TOKENS, tokens), pdl)
+                fixed = dict(zip(names[-len(values) :], values, strict=True))
+                signature = dict.fromkeys(names, "i32") | types | {"cos": angle, "sin": angle}
+                signature |= dict.fromkeys(fixed, "constexpr")
+                attrs = aligned(names, (*types, "cos", "sin", "uk_head_stride", "uk_row_stride"))
+                options = {"num_warps": 4, "num_stages": 3, "attrs": attrs} | only
+                case = f"latent_write-{name}-T{tokens}{'-pdl' * pdl}"
+                cases.append((case, latent_write_kernel, signature, fixed, options))
     return cases

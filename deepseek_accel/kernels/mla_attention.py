@@ -10,17 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
+from deepseek_accel.kernels import launching
 from deepseek_accel.kernels.combine import (
     LOG2_E,
     Launch,
     LaunchOptions,
-    attended_blocks,
     capability_of,
     choose_splits,
     combine_launch,
-    combine_project_launch,
     compile_case,
+    key_parts,
     launch_options,
+    least_blocks,
     mask_arguments,
     masked_scores,
     num_processors,
@@ -28,20 +29,26 @@ from deepseek_accel.kernels.combine import (
     padded,
     parts_like,
     softmax_step,
+    storage_pointer,
     store_rows,
 )
+from deepseek_accel.kernels.combine_project import combine_project_launch
 
 
-@triton.jit(do_not_specialize=["num_queries", "max_length", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride"],
+    do_not_specialize_on_alignment=["address"],
+)
 def mla_attention_kernel(
-    q_latent, q_rope, storage, block_table, lengths, starts, mask, out, lse,
-    scale_log2, mask_floor, num_queries, max_length, table_stride,
+    q_latent, q_rope, storage, address, block_table, lengths, starts, mask, out, lse,
+    scale_log2, mask_floor, num_queries, max_length, least_blocks, table_stride,
     latent_stride_b, latent_stride_s, latent_stride_h, rope_stride_b, rope_stride_s, rope_stride_h,
     mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    launching.launch_dependents(PDL)
     row_block = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -50,15 +57,19 @@ def mla_attention_kernel(
     live = query < num_queries
     part_rows = batch * num_queries * HEADS + rows
 
+    launching.wait(PDL)
     length = tl.load(lengths + batch)
     start = 0
     if starts is not None:
         start = tl.load(starts + batch)
-    first, last = attended_blocks(length, start, num_queries, row_block, HEADS, BLOCK_ROWS, BLOCK_KEYS, CAUSAL)
+    first, last, part_blocks = key_parts(
+        length, start, num_queries, row_block, tl.num_programs(2), least_blocks, HEADS, BLOCK_ROWS, BLOCK_KEYS, CAUSAL
+    )
+    first += tl.program_id(2) * part_blocks
+    last = tl.minimum(first + part_blocks, last)
     if SPLIT and first >= last:
-        empty = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-        tl.store(lse + part_rows * tl.num_programs(2) + tl.program_id(2), empty, mask=live)
         return
+    storage = storage_pointer(storage, address)
     limits = tl.zeros((BLOCK_ROWS,), tl.int32) + length
     if CAUSAL:
         limits = length - num_queries + query + 1
@@ -128,12 +139,15 @@ def plan(
     mask: torch.Tensor | None = None,
     w_uv: torch.Tensor | None = None,
     num_splits: int | None = None,
+    address: torch.Tensor | None = None,
+    least: int | None = None,
     capability: tuple[int, int] | None = None,
     options: LaunchOptions | None = None,
+    pdl: bool | None = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
     """The output (not yet written) and the launches that write it.
 
-    With w_uv [H, V, C] the output is [B, S, H, V], projected as it is merged.
+    With w_uv [H, V, C] the output is [B, S, H, V], projected as it is merged. least: instead of `least_blocks`.
     """
     batch, num_queries, heads, _ = q_latent.shape
     page_size, rope = storage.shape[1], q_rope.shape[3]
@@ -161,6 +175,7 @@ def plan(
         "q_latent": q_latent,
         "q_rope": q_rope,
         "storage": storage,
+        "address": address,
         "block_table": block_table,
         "lengths": lengths,
         "starts": starts,
@@ -169,6 +184,7 @@ def plan(
         "scale_log2": scale * LOG2_E,
         "num_queries": num_queries,
         "max_length": max_length,
+        "least_blocks": least or least_blocks(row_blocks * batch, num_processors(storage.device)),
         "table_stride": block_table.stride(0),
         "latent_stride_b": q_latent.stride(0),
         "latent_stride_s": q_latent.stride(1),
@@ -190,14 +206,15 @@ def plan(
         "STAGES": options.num_stages,
         "CAUSAL": causal,
         "SPLIT": split,
+        "PDL": launching.uses_pdl(storage.device) if pdl is None else pdl,
         **mask_arguments(mask),
     }
     grid = (row_blocks, batch, num_splits)
     launches = [Launch(mla_attention_kernel, grid, arguments, options.num_warps, options.num_stages)]
-    if lse is not None:
-        launches.append(
-            combine_launch(parts, lse, out) if w_uv is None else combine_project_launch(parts, lse, w_uv, out)
-        )
+    if w_uv is not None:
+        launches.append(combine_project_launch(arguments, w_uv, out))
+    elif split:
+        launches.append(combine_launch(arguments, heads, out))
     return out, launches
 
 
@@ -213,16 +230,17 @@ def launch(*arguments: Any, **options: Any) -> torch.Tensor:
 def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
     """DeepSeek-V2-Lite (16 heads) and V3 (128), decode and five drafted tokens, with and without a mask."""
     cases = []
-    variants = (  # heads, queries, page_size, num_splits, mask, dtype
-        (16, 1, 64, 4, None, torch.bfloat16),
-        (16, 1, 64, 1, None, torch.bfloat16),
-        (16, 6, 64, 1, torch.bool, torch.bfloat16),
-        (16, 1, 16, 4, None, torch.float16),
-        (128, 1, 64, 4, None, torch.bfloat16),
-        (128, 1, 64, 1, torch.bfloat16, torch.bfloat16),
-        (16, 1, 64, 4, None, torch.float32),
+    variants = (  # heads, queries, page_size, num_splits, mask, dtype, what else
+        (16, 1, 64, 4, None, torch.bfloat16, ""),
+        (16, 1, 64, 4, None, torch.bfloat16, "graph"),
+        (16, 1, 64, 1, None, torch.bfloat16, "graph"),
+        (16, 6, 64, 1, torch.bool, torch.bfloat16, ""),
+        (16, 1, 16, 4, None, torch.float16, ""),
+        (128, 1, 64, 4, None, torch.bfloat16, "graph"),
+        (128, 1, 64, 1, torch.bfloat16, torch.bfloat16, ""),
+        (16, 1, 64, 4, None, torch.float32, ""),
     )
-    for heads, queries, page_size, num_splits, mask_dtype, dtype in variants:
+    for heads, queries, page_size, num_splits, mask_dtype, dtype, graph in variants:
         meta = {"dtype": dtype, "device": "meta"}
         index = {"dtype": torch.int32, "device": "meta"}
         for capability in (80, 89, 90, 100):
@@ -235,12 +253,16 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 1024,
                 0.1,
                 512,
-                starts=torch.empty(2, **index) if mask_dtype else None,
+                starts=torch.empty(2, **index) if mask_dtype or graph else None,
                 mask=torch.empty(2, 1, queries, 1024, dtype=mask_dtype, device="meta") if mask_dtype else None,
                 num_splits=num_splits,
+                address=torch.empty(1, dtype=torch.int64, device="meta") if graph else None,
                 capability=divmod(capability, 10),
+                pdl=bool(graph) and capability >= 90,
             )
-            kind = str(dtype).removeprefix("torch.")
-            name = f"mla H{heads} S{queries} P{page_size} splits{num_splits} {kind}{' mask' if mask_dtype else ''}"
-            cases.append(compile_case(name, launches[0], capability))
+            kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
+            name = f"mla H{heads} S{queries} P{page_size} splits{num_splits} {kind} {graph}"
+            cases.append(compile_case(name.strip(), launches[0], capability))
+            if len(launches) > 1:
+                cases.append(compile_case(f"combine of {name}".strip(), launches[1], capability))
     return cases

@@ -21,17 +21,20 @@ def rms_norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launching.launch_dependents(PDL)
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
     mask = columns < D
     start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    launching.wait(PDL)
     value = tl.load(x + start + columns, mask=mask, other=0.0)
     if ADD:
         other = tl.load(residual + row.to(tl.int64) * D + columns, mask=mask, other=0.0)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
         tl.store(total + row.to(tl.int64) * D + columns, value, mask=mask)
-    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     wide = value.to(tl.float32)
     normal = wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
     rounded = normal.to(value.dtype).to(tl.float32)
@@ -61,6 +64,7 @@ def launch(
         return out, total
     rows = _as_rows(x)
     block = 1 << (size - 1).bit_length()
+    pdl = launching.uses_pdl(x.device)
     launching.launch(
         rms_norm_kernel,
         (rows.shape[0] * rows.shape[1],),
@@ -75,8 +79,9 @@ def launch(
             rows.stride(1),
             eps,
         ),
-        (size, block, residual is not None),
+        (size, block, residual is not None, pdl),
         num_warps=min(8, max(1, block // 512)),
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out, total
 
@@ -96,12 +101,15 @@ def compile_cases() -> list[tuple]:
         "D": "constexpr",
         "BLOCK_D": "constexpr",
         "ADD": "constexpr",
+        "PDL": "constexpr",
     }
     cases = []
     for name, size in (("latent", 512), ("v3-query", 1536), ("v2-lite-hidden", 2048), ("v3-hidden", 7168)):
         block = triton.next_power_of_2(size)
         options = {"num_warps": min(8, max(1, block // 512)), "num_stages": 3}
         for add in (False, True):
-            fixed = {"D": size, "BLOCK_D": block, "ADD": add}
+            fixed = {"D": size, "BLOCK_D": block, "ADD": add, "PDL": False}
             cases.append((f"rms_norm-{name}{'-add' * add}", rms_norm_kernel, signature, fixed, options))
+    fixed = fixed | {"PDL": True}
+    cases.append(("rms_norm-v3-hidden-add-pdl", rms_norm_kernel, signature, fixed, options | {"capability": 90}))
     return cases

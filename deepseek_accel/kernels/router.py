@@ -1,4 +1,5 @@
-"""The DeepSeek routers after their logits: one launch, one program of one warp per token.
+"""The DeepSeek routers: from the logits on, one program of one warp per token; from the norm on, the product
+spread over programs, of which the last to finish chooses.
 
 A score and its id are packed into one sortable int64, so that one maximum gives the best score and, of equal scores,
 the lowest id. NaN sorts above all numbers, as in torch; ids stay distinct and in range whatever the logits are.
@@ -45,6 +46,72 @@ def _score(logit, largest, total, SOFTMAX: tl.constexpr):
 
 
 @triton.jit
+def _choose(
+    row,  # [BLOCK_T, 1, 1] pointers to the first logit of each token
+    bias,  # [E]
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    TOP2: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Weights and ids [BLOCK_T, BLOCK_K], of which the first K count. Logits are read past the L1 cache, since another
+    program may have written them."""
+    SIZE: tl.constexpr = E // GROUPS
+    group = tl.arange(0, BLOCK_G)
+    member = tl.arange(0, BLOCK_S)
+    expert = (group[:, None] * SIZE + member[None, :])[None, :, :]  # [1, BLOCK_G, BLOCK_S]
+    exists = ((group[:, None] < GROUPS) & (member[None, :] < SIZE))[None, :, :]
+    logit = tl.load(row + expert, mask=exists, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    largest = 0.0
+    total = 1.0
+    if SOFTMAX:
+        largest = tl.max(tl.max(logit, 2), 1)[:, None]  # [BLOCK_T, 1]
+        total = tl.sum(tl.sum(tl.exp(logit - largest[:, :, None]), 2), 1)[:, None]
+        choice = _score(logit, largest[:, :, None], total[:, :, None], SOFTMAX)
+    else:
+        choice = _score(logit, largest, total, SOFTMAX)
+    if HAS_BIAS:
+        choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+    rank = E - 1 - tl.where(exists, expert, 0)
+    packed = tl.where(exists, _pack(choice, rank), REMOVED)  # [BLOCK_T, BLOCK_G, BLOCK_S]
+
+    if TOPK_GROUPS < GROUPS:
+        best = tl.max(packed, 2)  # [BLOCK_T, BLOCK_G]
+        group_score = _unpack_value(best)
+        if TOP2:
+            group_score += _unpack_value(tl.max(tl.where(packed == best[:, :, None], REMOVED, packed), 2))
+        real = group[None, :] < GROUPS
+        packed_group = tl.where(real, _pack(group_score, GROUPS - 1 - tl.where(real, group[None, :], 0)), REMOVED)
+        chosen = packed_group != packed_group
+        for _ in tl.static_range(TOPK_GROUPS):
+            first_group = packed_group == tl.max(packed_group, 1)[:, None]
+            chosen = chosen | first_group
+            packed_group = tl.where(first_group, REMOVED, packed_group)
+        packed = tl.where(chosen[:, :, None], packed, REMOVED)
+
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    ids = tl.zeros([packed.shape[0], BLOCK_K], tl.int32)
+    for k in tl.static_range(K):
+        first = tl.max(tl.max(packed, 2), 1)
+        ids = tl.where(slot == k, E - 1 - (first & 0xFFFFFFFF).to(tl.int32)[:, None], ids)
+        packed = tl.where(packed == first[:, None, None], REMOVED, packed)
+
+    pointers = tl.reshape(row, [packed.shape[0], 1]) + ids
+    weight = _score(tl.load(pointers, cache_modifier=".cg").to(tl.float32), largest, total, SOFTMAX)
+    if NORMALIZE:
+        weight = weight / (tl.sum(tl.where(slot < K, weight, 0.0), 1)[:, None] + 1e-20)
+    return weight * scale, ids
+
+
+@triton.jit
 def route_kernel(
     logits,  # [T, E]
     bias,  # [E]
@@ -63,54 +130,106 @@ def route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    SIZE: tl.constexpr = E // GROUPS
+    launching.launch_dependents(PDL)
+    launching.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, BLOCK_G)
-    member = tl.arange(0, BLOCK_S)
-    expert = group[:, None] * SIZE + member[None, :]  # [BLOCK_G, BLOCK_S]
-    exists = (group[:, None] < GROUPS) & (member[None, :] < SIZE)
-    row = logits + token * logits_stride
-    logit = tl.load(row + expert, mask=exists, other=float("-inf")).to(tl.float32)
-    largest = 0.0
-    total = 1.0
-    if SOFTMAX:
-        largest = tl.max(tl.max(logit, 1), 0)
-        total = tl.sum(tl.sum(tl.exp(logit - largest), 1), 0)
-    choice = _score(logit, largest, total, SOFTMAX)
-    if HAS_BIAS:
-        choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
-    rank = E - 1 - tl.where(exists, expert, 0)
-    packed = tl.where(exists, _pack(choice, rank), REMOVED)
-
-    if TOPK_GROUPS < GROUPS:
-        best = tl.max(packed, 1)  # [BLOCK_G]
-        group_score = _unpack_value(best)
-        if TOP2:
-            group_score += _unpack_value(tl.max(tl.where(packed == best[:, None], REMOVED, packed), 1))
-        packed_group = tl.where(
-            group < GROUPS, _pack(group_score, GROUPS - 1 - tl.where(group < GROUPS, group, 0)), REMOVED
-        )
-        chosen = group < 0
-        for _ in tl.static_range(TOPK_GROUPS):
-            first = packed_group == tl.max(packed_group, 0)
-            chosen = chosen | first
-            packed_group = tl.where(first, REMOVED, packed_group)
-        packed = tl.where(chosen[:, None], packed, REMOVED)
-
-    slot = tl.arange(0, BLOCK_K)
-    ids = tl.zeros([BLOCK_K], tl.int32)
-    for k in tl.static_range(K):
-        first = tl.max(tl.max(packed, 1), 0)
-        ids = tl.where(slot == k, E - 1 - (first & 0xFFFFFFFF).to(tl.int32), ids)
-        packed = tl.where(packed == first, REMOVED, packed)
-
-    logit = tl.load(row + ids).to(tl.float32)
-    weight = _score(logit, largest, total, SOFTMAX)
-    if NORMALIZE:
-        weight = weight / (tl.sum(tl.where(slot < K, weight, 0.0), 0) + 1e-20)
-    tl.store(weights + token * K + slot, weight * scale, mask=slot < K)
+    row = logits + token * logits_stride + tl.zeros([1, 1, 1], tl.int64)
+    weight, ids = _choose(
+        row, bias, scale, E, K, GROUPS, TOPK_GROUPS, SOFTMAX, TOP2, HAS_BIAS, NORMALIZE, BLOCK_G, BLOCK_S, BLOCK_K
+    )
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    tl.store(weights + token * K + slot, weight, mask=slot < K)
     tl.store(indices + token * K + slot, ids.to(tl.int64), mask=slot < K)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def norm_route_kernel(
+    x,  # [T, D]
+    norm_weight,  # [D]
+    gate_weight,  # [E, D], contiguous
+    bias,  # [E]
+    live,  # [1] int32, used if HAS_LIVE
+    counters,  # [token groups] int32: programs of the group that are done; 0 before and after
+    normed,  # [T, D], contiguous
+    logits,  # [T, E] fp32, contiguous
+    weights,  # [T, K] fp32
+    indices,  # [T, K] int64
+    num_tokens,
+    x_stride,
+    eps,
+    scale,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    TOP2: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_E logits of BLOCK_T tokens; the last program of a token group to finish chooses its experts."""
+    launching.launch_dependents(PDL)
+    group = tl.program_id(1)
+    columns = tl.arange(0, BLOCK_D)[None, None, :]
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    rows = tl.minimum(experts, E - 1).to(tl.int64)[None, :, None] * D
+    gate = tl.load(gate_weight + rows + columns, mask=columns < D, other=0.0)  # [1, BLOCK_E, BLOCK_D]
+    norm_scale = tl.load(norm_weight + columns, mask=columns < D, other=0.0).to(tl.float32)
+    launching.wait(PDL)
+
+    token = group.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    exists = token < num_tokens
+    inside = exists[:, None, None] & (columns < D)
+    value = tl.load(x + token[:, None, None] * x_stride + columns, mask=inside, other=0.0)
+    wide = value.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 2) / D + eps)  # [BLOCK_T, 1]
+    rounded = (wide * inverse[:, :, None]).to(value.dtype).to(tl.float32)
+    hidden = (norm_scale * rounded).to(value.dtype)
+    if tl.program_id(0) == 0:
+        tl.store(normed + token[:, None, None] * D + columns, hidden, mask=inside)
+    products = tl.sum(gate.to(tl.float32) * hidden.to(tl.float32), 2)  # [BLOCK_T, BLOCK_E]
+    place = token[:, None] * E + experts[None, :]
+    tl.store(logits + place, products, mask=exists[:, None] & (experts < E)[None, :])
+
+    tl.debug_barrier()  # every thread's logits are written before one thread says so
+    if tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(counters + group, 0)
+        last = tl.minimum(token, num_tokens - 1)
+        weight, ids = _choose(
+            logits + last[:, None, None] * E,
+            bias,
+            scale,
+            E,
+            K,
+            GROUPS,
+            TOPK_GROUPS,
+            SOFTMAX,
+            TOP2,
+            HAS_BIAS,
+            NORMALIZE,
+            BLOCK_G,
+            BLOCK_S,
+            BLOCK_K,
+        )
+        if HAS_LIVE:
+            idle = token[:, None] >= tl.load(live)
+            weight = tl.where(idle, 0.0, weight)
+            ids = tl.where(idle, -1, ids)
+        slot = tl.arange(0, BLOCK_K)[None, :]
+        used = exists[:, None] & (slot < K)
+        tl.store(weights + token[:, None] * K + slot, weight, mask=used)
+        tl.store(indices + token[:, None] * K + slot, ids.to(tl.int64), mask=used)
 
 
 @functools.cache
@@ -137,8 +256,7 @@ def launch(
         return weights, indices
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    if group_score is None or topk_groups == num_groups:
-        num_groups = topk_groups = 1
+    pdl = launching.uses_pdl(logits.device)
     launching.launch(
         route_kernel,
         (num_tokens,),
@@ -151,19 +269,109 @@ def launch(
             scale,
         ),
         (
-            num_experts,
-            top_k,
-            num_groups,
-            topk_groups,
-            scoring == "softmax",
-            group_score == "top2",
-            bias is not None,
-            normalize,
-            *_blocks(num_groups, num_experts // num_groups, top_k),
+            *_rule(num_experts, bias, top_k, num_groups, topk_groups, scoring, group_score, normalize),
+            pdl,
         ),
         num_warps=1,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return weights, indices
+
+
+def _rule(
+    num_experts: int,
+    bias: torch.Tensor | None,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    scoring: str,
+    group_score: str | None,
+    normalize: bool,
+) -> tuple[int, ...]:
+    """The constants E to BLOCK_K of both kernels."""
+    if group_score is None or topk_groups == num_groups:
+        num_groups = topk_groups = 1
+    return (
+        num_experts,
+        top_k,
+        num_groups,
+        topk_groups,
+        scoring == "softmax",
+        group_score == "top2",
+        bias is not None,
+        normalize,
+        *_blocks(num_groups, num_experts // num_groups, top_k),
+    )
+
+
+def norm_route_tiles(size: int, num_experts: int, num_tokens: int) -> tuple[int, ...]:
+    """BLOCK_E, BLOCK_T and the number of warps."""
+    block_t = min(4, triton.next_power_of_2(num_tokens))
+    warps = min(16, max(1, triton.next_power_of_2(size) // 512))
+    block_e = 1 if num_tokens <= 4 and num_experts <= 132 else 2
+    return (block_e if num_tokens <= 16 else 4), block_t, warps
+
+
+def launch_norm_route(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    gate_weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scoring: str = "sigmoid",
+    group_score: str | None = "top2",
+    normalize: bool,
+    scale: float,
+    live: torch.Tensor | None,
+    counters: torch.Tensor,
+    tiles: tuple[int, ...] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`ops.router.norm_route` for T not 0. gate_weight and norm_weight are contiguous; counters int32, zeros, one for
+    each token group of `norm_route_tiles` (or `tiles`)."""
+    num_tokens, size = x.shape
+    num_experts = len(gate_weight)
+    normed = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
+    logits = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=x.device)
+    indices = torch.empty(num_tokens, top_k, dtype=torch.int64, device=x.device)
+    block_e, block_t, num_warps = tiles or norm_route_tiles(size, num_experts, num_tokens)
+    pdl = launching.uses_pdl(x.device)
+    launching.launch(
+        norm_route_kernel,
+        (-(-num_experts // block_e), -(-num_tokens // block_t)),
+        (
+            x,
+            norm_weight,
+            gate_weight,
+            gate_weight if bias is None else bias.contiguous(),
+            counters if live is None else live,
+            counters,
+            normed,
+            logits,
+            weights,
+            indices,
+            num_tokens,
+            x.stride(0),
+            eps,
+            scale,
+        ),
+        (
+            *_rule(num_experts, bias, top_k, num_groups, topk_groups, scoring, group_score, normalize),
+            size,
+            *_blocks(size),
+            block_e,
+            block_t,
+            live is not None,
+            pdl,
+        ),
+        num_warps=num_warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return normed, weights, indices
 
 
 def compile_cases() -> list[tuple]:
@@ -195,9 +403,27 @@ def compile_cases() -> list[tuple]:
         "BLOCK_S": 32,
         "BLOCK_K": 8,
     }
-    signature = pointers | {"logits_stride": "i32", "scale": "fp32"} | dict.fromkeys(v3, "constexpr")
+    signature = pointers | {"logits_stride": "i32", "scale": "fp32"} | dict.fromkeys((*v3, "PDL"), "constexpr")
     options = {"num_warps": 1, "num_stages": 3}
-    return [
-        ("route-v2-lite", route_kernel, signature, v2_lite, options),
-        ("route-v3", route_kernel, signature, v3, options),
+    cases = [
+        ("route-v2-lite", route_kernel, signature, v2_lite | {"PDL": False}, options),
+        ("route-v3", route_kernel, signature, v3 | {"PDL": False}, options),
+        ("route-v3-pdl", route_kernel, signature, v3 | {"PDL": True}, options | {"capability": 90}),
     ]
+    names = ("x", "norm_weight", "gate_weight", "bias", "live", "counters", "normed", "logits", "weights", "indices")
+    kinds = ("*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*i64")
+    scalars = {"num_tokens": "i32", "x_stride": "i32", "eps": "fp32", "scale": "fp32"}
+    for name, rule, size, gate, num_tokens in (
+        ("v2-lite", v2_lite, 2048, "*bf16", 1),
+        ("v3", v3, 7168, "*fp32", 1),
+        ("v3-128", v3, 7168, "*bf16", 128),
+    ):
+        block_e, block_t, num_warps = norm_route_tiles(size, rule["E"], num_tokens)
+        fixed = {"D": size, "BLOCK_D": triton.next_power_of_2(size), "BLOCK_E": block_e, "BLOCK_T": block_t}
+        for pdl, only in ((False, {}), (True, {"capability": 90}), (True, {"capability": 100})):
+            constants = {**rule, **fixed, "HAS_LIVE": True, "PDL": pdl}
+            signature = dict(zip(names, kinds, strict=True)) | {"gate_weight": gate} | scalars
+            signature |= dict.fromkeys(constants, "constexpr")
+            options = {"num_warps": num_warps, "num_stages": 3, **only}
+            cases.append((f"norm_route-{name}{'-pdl' * pdl}", norm_route_kernel, signature, constants, options))
+    return cases

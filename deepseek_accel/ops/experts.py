@@ -179,19 +179,24 @@ def mixture(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    shared: Shared,
+    shared: Shared | None,
     residual: torch.Tensor,
 ) -> torch.Tensor:
-    """residual + shared experts + `fused_experts`, for decoding steps where no gradient is wanted.
+    """residual + shared experts + `fused_experts`, where no gradient is wanted.
 
-    shared: gate [J, D], up [J, D] and down [D, J], contiguous, of the shared experts taken as one MLP of size J.
-    residual [T, D], contiguous. The rest, and the result, as in `fused_experts`.
+    shared: gate [J, D], up [J, D] and down [D, J] of the shared experts taken as one MLP of size J, or None.
+    residual [T, D], contiguous. The rest, and the result, as in `fused_experts`. On a GPU shared experts run in the
+    launches of the routed ones if J is a multiple of I and they are contiguous.
     """
-    if uses_triton(hidden.device):
+    if uses_triton(hidden.device) and hidden.dtype != torch.float64:
         from ..kernels import experts as kernel
 
-        if kernel.takes_shared(indices.numel(), indices.shape[1], down.shape[0], down.shape[2], shared[0].shape[0]):
+        if shared is None or (
+            shared[0].shape[0] % down.shape[2] == 0 and all(weight.is_contiguous() for weight in shared)
+        ):
             return kernel.launch(hidden, indices, weights, gate_up, down, shared, residual)
+    out = residual + fused_experts(hidden, indices, weights, gate_up, down)
+    if shared is None:
+        return out
     gate, up, shared_down = shared
-    always = F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), shared_down)
-    return residual + (fused_experts(hidden, indices, weights, gate_up, down) + always)
+    return out + F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), shared_down)

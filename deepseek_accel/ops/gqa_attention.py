@@ -35,25 +35,19 @@ def paged_gqa_attention(
     causal: bool = True,
     starts: Tensor | None = None,
     mask: Tensor | None = None,
+    num_splits: int | None = None,
+    address: Tensor | None = None,
 ) -> Tensor:
     """Attention of query [B, S, H, D] over paged keys and values: [B, S, H, Dv] of query's dtype.
 
-    Query head h reads key head h // (H / G). The query may have any strides but a unit last one.
+    Query head h reads key head h // (H / G). The query may have any strides but a unit last one. num_splits (for CUDA
+    graphs `graph_splits` of `ops/mla_attention.py`) and address: as there.
     """
-    attend = _triton_launch() if uses_triton(storage.device) else paged_gqa_attention_reference
-    return attend(
-        query,
-        storage,
-        block_table,
-        lengths,
-        max_length,
-        scale,
-        num_kv_heads,
-        value_dim,
-        causal=causal,
-        starts=starts,
-        mask=mask,
-    )
+    arguments = (query, storage, block_table, lengths, max_length, scale, num_kv_heads, value_dim)
+    if not uses_triton(storage.device):
+        return paged_gqa_attention_reference(*arguments, causal=causal, starts=starts, mask=mask)
+    parts = {"num_splits": num_splits, "address": address}
+    return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, **parts)
 
 
 @functools.cache

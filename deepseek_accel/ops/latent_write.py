@@ -40,7 +40,8 @@ CASES = [
     Case(2, 3, 5, 16, 8, 32, "pairs_to_halves", True),  # out layout differs from in; heads do not fill a block
     Case(3, 2, 4, 24, 12, 40, "halves", False),  # sizes that are no power of two; positions differ by row
     Case(2, 1, 3, 72, 16, 160, "pairs", False),  # several blocks of the latent and of the absorbed sum
-    Case(3, 3, 2, 16, 8, 32, "pairs", True),  # more tokens than the kernel absorbs
+    Case(6, 3, 2, 16, 8, 32, "pairs", False),  # more tokens than a block of 16; a row's tokens in two blocks
+    Case(67, 2, 1, 16, 8, 32, "halves", True),  # more tokens than the kernel absorbs
 ]
 
 
@@ -55,18 +56,21 @@ def latent_write(
     w_uk: Tensor,
     storage: Tensor,
     slots: Tensor,
+    *,
+    address: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write the entries of new tokens to their pages, and return their queries as latent attention takes them.
 
     query [B, S, H, N + R], the rope part last; compressed [B, S, C + R], latent then rope key, as projected;
     norm_weight [C]; cos and sin [1 or B, S, R / 2] of any strides; w_uk [H, N, C]; storage [num_pages, P, C + R];
-    slots [B * S] int64 physical token indices. Returns the absorbed queries [B, S, H, C] and the rotated rope part
-    [B, S, H, R], in query's dtype. Rotation, norm and sums run in fp32.
+    slots [B * S] int64 physical token indices, negative for idle rows, which write nothing there; address: as in
+    `ops/mla_attention.py`. Returns the absorbed queries [B, S, H, C] and the rotated rope part [B, S, H, R], in query's
+    dtype. Rotation, norm and sums run in fp32.
     """
     if not uses_triton(query.device):
         return latent_write_reference(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots)
     launch = _kernel_launch()
-    q_latent, q_rope = launch(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots)
+    q_latent, q_rope = launch(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots, address)
     if q_latent is None:
         q_latent = absorb_query(query[..., : w_uk.shape[1]].transpose(1, 2), w_uk)
     return q_latent, q_rope
@@ -97,9 +101,15 @@ def latent_write_reference(
     latent = rms_norm(latent, norm_weight, eps)
     k_rope = rotate(k_rope, cos, sin, layout)
     entries = torch.cat((latent, k_rope), -1).flatten(0, 1)
-    storage.flatten(0, 1).index_copy_(0, slots, entries.to(storage.dtype))
+    write_slots(storage, slots, entries)
     q_latent = absorb_query(query[..., :-rope].transpose(1, 2), w_uk)
     return q_latent, rotate(query[..., -rope:], cos.unsqueeze(2), sin.unsqueeze(2), layout)
+
+
+def write_slots(storage: Tensor, slots: Tensor, entries: Tensor) -> None:
+    """entries [T, width] to slots [T] of storage [num_pages, P, width], but for those whose slot is negative."""
+    used = slots >= 0
+    storage.flatten(0, 1).index_copy_(0, slots[used], entries[used].to(storage.dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:

@@ -13,6 +13,10 @@ Paged keys, here and in `ops/gqa_attention.py`:
 - block_table [B, W] int32: a row's page ids in order. Past its last page it holds anything and is never followed.
 - lengths [B] int32: the row's number of keys, 0 allowed. What a page holds past them is never used, be it NaN.
 - max_length: at least every length, known without asking the device.
+- num_splits: into how many parts a row's keys are cut at most, so that several processors share them; None: as suits
+  max_length. A CUDA graph is captured with one number for all lengths: `graph_splits`. On GPUs only.
+- address [1] int64, on the device: storage.data_ptr(), to be read when the kernel runs. `storage` then only tells dtype
+  and page shape: a CUDA graph that was given it follows a pool whose storage moves. Multiple of 16. On GPUs only.
 
 Query s of a row sees key t when starts <= t < length, and, if causal, t <= length - S + s (the queries are the row's
 last S tokens), and the mask lets it. `mask` [B, 1, S, max_length] is boolean (True: visible) or floating (added to the
@@ -55,30 +59,23 @@ def latent_attention(
     causal: bool = True,
     starts: Tensor | None = None,
     mask: Tensor | None = None,
+    num_splits: int | None = None,
+    address: Tensor | None = None,
 ) -> Tensor:
     """Attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over paged latents (see the module): [B, S, H, C].
 
     The queries may have any strides but a unit last one. The output has q_latent's dtype; on a GPU its memory order is
     [H, B, S, C], so that `project_values` copies nothing. `scale` multiplies q . k.
     """
-    attend = _triton_launch() if uses_triton(storage.device) else latent_attention_reference
-    return attend(
-        q_latent,
-        q_rope,
-        storage,
-        block_table,
-        lengths,
-        max_length,
-        scale,
-        latent_rank,
-        causal=causal,
-        starts=starts,
-        mask=mask,
-    )
+    arguments = (q_latent, q_rope, storage, block_table, lengths, max_length, scale, latent_rank)
+    if not uses_triton(storage.device):
+        return latent_attention_reference(*arguments, causal=causal, starts=starts, mask=mask)
+    parts = {"num_splits": num_splits, "address": address}
+    return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, **parts)
 
 
-# Up to this many rows the projection is a product of matrices with single vectors, done as the parts are merged.
-MAX_PROJECTED_TOKENS = 8
+# Up to this many rows the parts are projected as they are merged.
+MAX_PROJECTED_TOKENS = 128
 
 
 def projected_attention(
@@ -94,13 +91,30 @@ def projected_attention(
     causal: bool = True,
     starts: Tensor | None = None,
     mask: Tensor | None = None,
+    num_splits: int | None = None,
+    address: Tensor | None = None,
 ) -> Tensor:
-    """`project_values` of `latent_attention`: w_uv [H, V, C], result [B, S, H, V]. One step for few tokens on GPUs."""
-    few = q_latent.shape[0] * q_latent.shape[1] <= MAX_PROJECTED_TOKENS
+    """`project_values` of `latent_attention`: w_uv [H, V, C], result [B, S, H, V]. Two launches for few tokens."""
     arguments = (q_latent, q_rope, storage, block_table, lengths, max_length, scale, w_uv.shape[2])
-    if few and uses_triton(storage.device):
-        return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, w_uv=w_uv)
-    return project_values(latent_attention(*arguments, causal=causal, starts=starts, mask=mask), w_uv)
+    visible = {"causal": causal, "starts": starts, "mask": mask}
+    if not uses_triton(storage.device):
+        return project_values(latent_attention_reference(*arguments, **visible), w_uv)  # type: ignore[arg-type]
+    parts = {"num_splits": num_splits, "address": address}
+    if q_latent.shape[0] * q_latent.shape[1] <= MAX_PROJECTED_TOKENS:
+        return _triton_launch()(*arguments, **visible, **parts, w_uv=w_uv)
+    return project_values(_triton_launch()(*arguments, **visible, **parts), w_uv)
+
+
+@functools.cache
+def graph_splits(batch: int, num_heads: int, device: torch.device, num_kv_heads: int = 1) -> int:
+    """`num_splits` for a CUDA graph of `batch` rows of one query each, for any lengths: a power of two.
+
+    num_kv_heads: 1 for latent attention. Twice as many programs as processors, for rows long enough to have that many
+    parts; those of short rows end at once.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    programs = batch * num_kv_heads * -(-(num_heads // num_kv_heads) // 64)
+    return 1 << (min(128, max(1, 2 * processors // programs)).bit_length() - 1)
 
 
 @functools.cache

@@ -1,10 +1,12 @@
-"""Which experts each token uses, and with what weights: the DeepSeek V2 and V3 routers after their logits."""
+"""Which experts each token uses, and with what weights: the DeepSeek V2 and V3 routers, from logits or norm on."""
 
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 from .choice import uses_triton
+from .rms_norm import rms_norm, rms_norm_reference
 
 Scoring = Literal["sigmoid", "softmax"]
 GroupScore = Literal["top2", "max"]
@@ -22,6 +24,11 @@ CASES = [
     (9, 256, 8, 8, 4, "sigmoid", "top2", True, 2.5),  # V3 itself
     (9, 16, 8, 8, 4, "softmax", "max", True, 1.0),  # K equals the experts of the chosen groups: all of them
 ]
+
+ONE_LAUNCH_TOKENS = 512
+"""Up to here `norm_route` is one launch on a GPU; beyond, cuBLAS computes the logits faster."""
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _check(
@@ -134,3 +141,140 @@ def route(
         normalize=normalize,
         scale=scale,
     )
+
+
+def norm_route_reference(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    gate_weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scoring: Scoring = "sigmoid",
+    group_score: GroupScore | None = "top2",
+    normalize: bool,
+    scale: float,
+    live: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The definition, step by step; arguments and result as those of `norm_route`."""
+    normed = rms_norm_reference(x, norm_weight, eps)
+    weights, indices = route_reference(
+        F.linear(normed.float(), gate_weight.float()),
+        bias,
+        top_k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        scoring=scoring,
+        group_score=group_score,
+        normalize=normalize,
+        scale=scale,
+    )
+    return normed, *_without_idle(weights, indices, live)
+
+
+def _without_idle(
+    weights: torch.Tensor, indices: torch.Tensor, live: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if live is None:
+        return weights, indices
+    idle = (torch.arange(len(indices), device=indices.device) >= live)[:, None]
+    return weights.masked_fill(idle, 0.0), indices.masked_fill(idle, -1)
+
+
+def make_counters(device: torch.device) -> torch.Tensor:
+    """What `norm_route` counts its programs in, on a GPU: zeros, which it leaves as zeros."""
+    return torch.zeros(ONE_LAUNCH_TOKENS, dtype=torch.int32, device=device)
+
+
+def _counters_of_stream(device: torch.device) -> torch.Tensor:
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return make_counters(device)  # a graph may run on any stream: it gets its own
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        _counters[key] = make_counters(device)
+    return _counters[key]
+
+
+def norm_route(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    gate_weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scoring: Scoring = "sigmoid",
+    group_score: GroupScore | None = "top2",
+    normalize: bool,
+    scale: float,
+    live: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """RMS norm of T tokens, their logits, and `route` of these, in one launch for up to ONE_LAUNCH_TOKENS on a GPU.
+
+    x [T, D] and norm_weight [D] of one dtype; gate_weight [E, D] of any floating dtype; the rest as in `route`.
+    live: int32 [1] on x's device or None; tokens from live[0] on are idle. They get weights 0 and indices -1.
+    counters: of `make_counters`, for a GPU; two calls that may run at the same time need different ones. None: one
+    per device and stream, or in a graph capture new ones, which cost a memory-set node: a captured step should bring
+    its own, made before the capture, one for each graph.
+    Returns normed [T, D], as by `rms_norm`, also of idle tokens, weights [T, K] fp32 and indices [T, K] int64.
+
+    The logits are the fp32 product of the normed tokens, rounded to x's dtype, and gate_weight.
+    Source: DeepseekV2Moe, DeepseekV3MoE and their routers of transformers 5.24.
+    The kernel has no backward: where a gradient is wanted, torch is used.
+    Raises ValueError if shapes, dtypes or numbers do not fit together.
+    """
+    if x.dim() != 2 or gate_weight.dim() != 2 or gate_weight.shape[1] != x.shape[1]:
+        raise ValueError(f"x must be [T, D] and gate_weight [E, D], not {tuple(x.shape)}, {tuple(gate_weight.shape)}")
+    if norm_weight.shape != x.shape[1:] or norm_weight.dtype != x.dtype:
+        raise ValueError(f"norm_weight must be [{x.shape[1]}] of {x.dtype}")
+    if live is not None and (live.shape != (1,) or live.dtype != torch.int32):
+        raise ValueError("live must be one int32")
+    _check(x.new_empty(0, len(gate_weight)), bias, top_k, num_groups, topk_groups, scoring, group_score)
+    tensors = (x, norm_weight, gate_weight)
+    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if (
+        0 < len(x) <= ONE_LAUNCH_TOKENS
+        and uses_triton(x.device)
+        and not wants_gradient
+        and x.dtype != torch.float64
+        and x.stride(1) == 1
+        and gate_weight.is_contiguous()
+        and norm_weight.is_contiguous()
+    ):
+        from ..kernels import router as kernel
+
+        return kernel.launch_norm_route(
+            x,
+            norm_weight,
+            eps,
+            gate_weight,
+            bias,
+            top_k,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            scoring=scoring,
+            group_score=group_score,
+            normalize=normalize,
+            scale=scale,
+            live=live,
+            counters=_counters_of_stream(x.device) if counters is None else counters,
+        )
+    normed = rms_norm(x, norm_weight, eps)
+    weights, indices = route(
+        F.linear(normed.float(), gate_weight.float()),
+        bias,
+        top_k,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        scoring=scoring,
+        group_score=group_score,
+        normalize=normalize,
+        scale=scale,
+    )
+    return normed, *_without_idle(weights, indices, live)

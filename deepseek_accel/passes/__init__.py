@@ -9,6 +9,7 @@ PASSES = (
     "experts",
     "layers",
     "kv_cache",
+    "cuda_graphs",
 )
 
 

@@ -20,16 +20,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..families.base import Family
-from ..ops.choice import uses_triton, why_not_triton
-from ..ops.gqa_attention import paged_gqa_attention
-from ..ops.mla_attention import (
-    absorb_query,
-    dense_latent_attention,
-    project_values,
-    projected_attention,
-)
+from ..generation.lines import absorbed_weights
+from ..generation.reach import Reach
+from ..generation.reach import attend_grouped as attend_cached_keys
+from ..generation.reach import attend_latents as attend_cached_latents
+from ..ops.choice import why_not_triton
+from ..ops.mla_attention import absorb_query, dense_latent_attention, project_values
 from ..plan import Context, Edit, Note, Skip
-from .base import Pass, count, has_listeners, is_called, needs_gradients, why_foreign
+from ..watch import count, has_listeners, is_plain, needs_gradients, why_foreign
+from .base import Pass
 
 INTERFACE = "deepseek_accel"
 
@@ -131,39 +130,11 @@ def attend_latents(
     q_nope, q_rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
     q_latent, q_rope = absorb_query(q_nope, w_uk), q_rope.transpose(1, 2)
     if paged:
-        return attend_pages(q_latent, q_rope, key, scale, mask, w_uv), None
+        reach = Reach.of_pages(key, query.shape[2], mask)
+        return attend_cached_latents(q_latent, q_rope, key, reach, scale, w_uv), None
     causal = mask is None and query.shape[2] > 1
     out = dense_latent_attention(q_latent, q_rope, key, value, scale, mask, causal, indices)
     return project_values(out, w_uv), None
-
-
-def attend_pages(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    pages: Any,
-    scale: float,
-    mask: torch.Tensor | None,
-    w_uv: torch.Tensor,
-) -> torch.Tensor:
-    """Absorbed attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over the latents in `pages`: [B, S, H, V]."""
-    causal = mask is None and q_latent.shape[1] > 1
-    if not uses_triton(q_latent.device) or q_latent.dtype == torch.float64:
-        latent, k_rope = pages.gather()
-        return project_values(dense_latent_attention(q_latent, q_rope, latent, k_rope, scale, mask, causal), w_uv)
-    pool = pages.pool
-    return projected_attention(
-        q_latent,
-        q_rope,
-        pages.storage,
-        pool.block_table(),
-        pool.lengths(pages.length),
-        pages.length,
-        scale,
-        w_uv,
-        causal=causal,
-        starts=None if mask is None else pool.first_visible(mask),
-        mask=mask,
-    )
 
 
 def attend_grouped(
@@ -182,20 +153,8 @@ def attend_grouped(
         reason = why_stock(module, seam, query, key.length, mask, dropout, kwargs) or why_gather(query)
         if reason is None:
             seam.count("paged")
-            pool = key.pool
-            out = paged_gqa_attention(
-                query.transpose(1, 2),
-                key.storage,
-                pool.block_table(),
-                pool.lengths(key.length),
-                key.length,
-                scale,
-                key.num_heads,
-                key.value_dim,
-                causal=mask is None and query.shape[2] > 1,
-                starts=None if mask is None else pool.first_visible(mask),
-                mask=mask,
-            )
+            reach = Reach.of_pages(key, query.shape[2], mask)
+            out = attend_cached_keys(query.transpose(1, 2), key, reach, scale, key.num_heads, key.value_dim)
             return out, None
         key, value = key.gather()
         seam.count(f"gathered ({reason})")
@@ -230,22 +189,6 @@ def why_stock(
     return None
 
 
-def is_plain(linear: Any, like: torch.Tensor) -> bool:
-    """Whether `linear` is nothing but its weight: not wrapped, quantized, hooked, offloaded or of another dtype."""
-    if type(linear) is not nn.Linear or nn.Linear.forward.__module__ != "torch.nn.modules.linear" or is_called(linear):
-        return False
-    own = vars(linear).get("forward")
-    if own is not None and getattr(own, "__func__", None) is not nn.Linear.forward:
-        return False  # accelerate leaves the class's own forward on the instance when it removes a hook
-    weight: Any = linear._parameters.get("weight")
-    return (
-        type(weight) in (nn.Parameter, torch.Tensor)  # not a quantized or sharded tensor in disguise
-        and weight.is_contiguous()
-        and weight.dtype == like.dtype
-        and weight.device == like.device
-    )
-
-
 def why_expand(module: Any, like: torch.Tensor, num_queries: int, num_keys: int) -> str | None:
     """Why expanding the latents is right or cheaper than absorbing the projection into query and output, or None."""
     if not is_plain(module.kv_b_proj, like) or module.kv_b_proj.bias is not None:
@@ -276,13 +219,6 @@ def stock_attention(module: Any, seam: Seam) -> Any:
     forward_module = next(c.__module__ for c in type(module).__mro__ if c.__module__.startswith("transformers.models."))
     eager = sys.modules[forward_module].eager_attention_forward  # type: ignore[attr-defined]
     return ALL_ATTENTION_FUNCTIONS.get_interface(seam.stock_implementation, eager)
-
-
-def absorbed_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """w_uk [H, N, C] and w_uv [H, V, C], views of kv_b_proj, whose rows are N for keys then V for values, by head."""
-    n, v = module.qk_nope_head_dim, module.v_head_dim
-    w_uk, w_uv = module.kv_b_proj.weight.view(-1, n + v, module.kv_lora_rank).split([n, v], dim=1)
-    return w_uk, w_uv
 
 
 def sparse_mask(mask: Any, indices: torch.Tensor, query: torch.Tensor, num_keys: int) -> torch.Tensor:

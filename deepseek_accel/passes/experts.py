@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..families.base import Family
+from ..generation.lines import why_stock_experts
 from ..journal import forward_slot
 from ..ops.choice import why_not_triton
 from ..ops.experts import fused_experts
 from ..ops.router import route
 from ..plan import Context, Edit, Note, Skip
-from .base import Pass, count, is_silu, needs_gradients, why_foreign
+from ..watch import count, is_silu, needs_gradients, why_foreign
+from .base import Pass
 
 
 def gate_forward(
@@ -58,25 +60,6 @@ def experts_forward(
         return fused_experts(hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj)
     count(counters, f"experts: stock ({reason})")
     return type(experts).forward(experts, hidden_states, top_k_index, top_k_weights)
-
-
-def why_stock_experts(experts: Any, implementation: str | None, *inputs: torch.Tensor) -> str | None:
-    """Why this call runs transformers' own experts, or None. `implementation` is what the config said at first."""
-    if torch.compiler.is_compiling():
-        return "torch.compile"
-    if needs_gradients(experts, *inputs):
-        return "gradients"
-    if experts.gate_up_proj.stride(-1) != 1 or experts.down_proj.stride(-1) != 1:
-        return "weights stored transposed"
-    if inputs[0].dtype != experts.gate_up_proj.dtype:
-        return "mixed dtypes"
-    if not is_silu(experts.act_fn) or "_apply_gate" in vars(experts):
-        return "its activation is not plain SiLU"
-    chosen = experts.config._experts_implementation
-    # `generate` itself turns grouped_mm into batched_mm for decoding on a GPU; any other change is the user's
-    if chosen != implementation and (implementation, chosen) != ("grouped_mm", "batched_mm"):
-        return f"experts implementation {chosen} was chosen"
-    return None
 
 
 def why_not_routed(gate: Any, family: Family) -> str | None:

@@ -1,0 +1,1 @@
+"""Decoding without transformers' layer code: a model read as tensors, its step as a straight line, the loop."""

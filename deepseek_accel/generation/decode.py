@@ -1,0 +1,496 @@
+"""The decoding loop: what `GenerationMixin._sample` computes, on straight-line steps, without waiting for the device.
+
+`generate` prepares everything as ever (prompt, cache, processors, criteria) and hands over to `sample_loop`, in
+transformers' `custom_generate` form. On a GPU the host looks for the end of a sequence one step behind: the next step
+is launched before it asks whether the last one ended everything. What that step computed is then dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..families.base import Family
+from ..versions import cache_argument
+from ..watch import count
+from .graphs import GraphRun, StepGraphs
+from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Watched, read_model
+from .prefill import View, prefill
+from .sampling import MAX_EOS_TOKENS, choice_of, draw
+from .step import Stepper
+
+AHEAD = 64
+"""Tokens per row for which pages are taken at once."""
+
+
+@dataclass
+class Loop:
+    """What `generate` of one optimized model needs besides the model."""
+
+    family: Family
+    counters: Counter[str]
+
+
+def generate(model: Any, *args: Any, loop: Loop, **kwargs: Any) -> Any:
+    """In place of `model.generate`: the same, through our loop where it can."""
+    stock = type(model).generate
+    if reason := why_stock_loop(model, loop, args, kwargs):
+        count(loop.counters, f"layers: stock loop ({reason})")
+        return stock(model, *args, **kwargs)
+    kwargs = _with_stop_strings(kwargs)
+    streamer = kwargs.pop("streamer", None)
+    if streamer is not None:
+        kwargs["streamer"] = streamer  # `generate` puts the prompt; a callable gets no streamer of its own
+    return stock(model, *args, **kwargs, custom_generate=partial(sample_loop, loop=loop, out=streamer))
+
+
+def why_stock_loop(model: Any, loop: Loop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why this call of `generate` is left to transformers, from its arguments alone."""
+    from transformers import GenerationMixin
+    from transformers.generation.utils import GenerationMode
+
+    if kwargs.get("custom_generate") is not None:
+        return "custom_generate"
+    if kwargs.get("assistant_model") is not None or kwargs.get("cache_implementation") == "paged":
+        return "an assistant or batched generation"
+    if kwargs.get("synced_gpus") or len(args) > 2:
+        return "synced_gpus or positional arguments"
+    if model.device.type == "meta":
+        return "offloaded weights"
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(model.device.type):
+        return "torch.compile or autocast"
+    for name in ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        if getattr(type(model), name) is not getattr(GenerationMixin, name) or name in vars(model):
+            return f"{name} was replaced"
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    rest = {name: value for name, value in kwargs.items() if name not in NOT_OF_THE_CONFIG}
+    config, _ = model._prepare_generation_config(given, **rest)
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"{config.get_generation_mode().value.replace('_', ' ')}"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions or hidden states wanted"
+    if config.token_healing or config.is_assistant:
+        return "token healing or assisting another model"
+    if config.stop_strings is not None and kwargs.get("tokenizer") is None:
+        return "stop strings without a tokenizer"
+    return None
+
+
+# Arguments of `generate` itself, which its config does not take.
+NOT_OF_THE_CONFIG = (
+    "inputs",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "custom_generate",
+    "trust_remote_code",
+    "tokenizer",
+    "assistant_tokenizer",
+)
+
+
+def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with stop strings as a stopping criterion: a callable `custom_generate` makes `generate` lose the
+    tokenizer that it would make one with."""
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    config = kwargs.get("generation_config")
+    strings = kwargs.get("stop_strings", getattr(config, "stop_strings", None))
+    if strings is None:
+        return kwargs
+    kwargs = dict(kwargs)
+    criterion = StopStringCriteria(tokenizer=kwargs["tokenizer"], stop_strings=strings)
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
+    kwargs["stop_strings"] = None
+    return kwargs
+
+
+def sample_loop(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    loop: Loop,
+    out: Any,
+    **model_kwargs: Any,
+) -> Any:
+    """input_ids [B, T] -> [B, T + new tokens], or the output object, as `GenerationMixin._sample` returns them."""
+    try:
+        stepper, starts = _prepare(model, loop, input_ids, generation_config, model_kwargs)
+    except Watched as reason:
+        count(loop.counters, f"layers: stock loop ({reason})")
+        model_kwargs.pop("synced_gpus", None)
+        return type(model)._sample(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=out, **model_kwargs
+        )
+    count(loop.counters, "layers: decoding loops")
+    return _Sampling(model, stepper, loop, logits_processor, stopping_criteria, generation_config, out).run(
+        input_ids, starts, model_kwargs
+    )
+
+
+def _prepare(
+    model: Any, loop: Loop, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]
+) -> tuple[Stepper, list[int] | None]:
+    """The model read as a straight line, and the first key each row sees (None: all see all). Or `Watched`."""
+    cache = kwargs.get(cache_argument())
+    if not hasattr(cache, "reserve"):
+        raise Watched("not a paged cache")
+    if not config.use_cache or cache.is_recording:
+        raise Watched("the cache is not used, or records what leaves it")
+    if input_ids.device != model.device:
+        raise Watched("the prompt is on another device")
+    if model.training:
+        raise Watched("training mode")
+    line = read_model(model, loop.family)
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        raise Watched(f"{parameters['rope_type']} rotary embeddings")
+    allowed = {"attention_mask", "position_ids", "inputs_embeds", "logits_to_keep", "use_cache", cache_argument()}
+    if extra := sorted(name for name, value in kwargs.items() if name not in allowed and value is not None):
+        raise Watched(f"the forward is given {', '.join(extra)}")
+    if kwargs.get("inputs_embeds") is None and input_ids.shape[1] <= _cached(input_ids, config, kwargs):
+        raise Watched("nothing new in the prompt")
+    mask = kwargs.get("attention_mask")
+    starts = None
+    if mask is not None:
+        if mask.dim() != 2:
+            raise Watched("the attention mask is not [B, T]")
+        visible = mask.bool()
+        if not bool((visible[:, 1:] >= visible[:, :-1]).all() & visible[:, -1].all()):
+            raise Watched("the attention mask hides more than the left of a row")
+        starts = visible.int().argmax(1).tolist()
+        starts = starts if any(starts) else None
+    attention = loop.family.attentions(model)[0]
+    return Stepper(line, loop.family, attention), starts
+
+
+def why_no_graph(graphs: StepGraphs, batch: int) -> str | None:
+    """Why no graph can run `batch` rows now, or None, and then the lease on the graphs is held."""
+    if graphs.bucket(batch) is None:
+        return f"batch of {batch}"
+    if torch.cuda.is_current_stream_capturing():
+        return "inside a capture"
+    return None if graphs.try_lease() else "another generate uses them"
+
+
+def _cached(input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]) -> int:
+    """How many of the prompt's tokens the cache holds already: all that it holds, or none if only new ones are given.
+
+    The mask, if as long as the prompt, says that the prompt is the whole sequence, as in `_prefill`.
+    """
+    mask = kwargs.get("attention_mask")
+    length = mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
+    return int(kwargs[cache_argument()].get_seq_length()) if length == input_ids.shape[1] else 0
+
+
+@dataclass
+class _Sampling:
+    """One call of the loop."""
+
+    model: Any
+    stepper: Stepper
+    loop: Loop
+    processors: Any
+    criteria: Any
+    config: Any
+    streamer: Any
+    scores: list[torch.Tensor] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    _eos_tokens: list[int] | None = None
+
+    def run(self, input_ids: torch.Tensor, starts: list[int] | None, kwargs: dict[str, Any]) -> Any:
+        cache = kwargs[cache_argument()]
+        logits, positions = self._prefill(input_ids, starts, cache, kwargs)
+        held = cache.length
+        try:
+            ids, steps = self._decode(input_ids, logits, positions, cache, starts)
+            held += steps
+        finally:
+            cache.commit(held)
+        if self.streamer is not None:
+            self.streamer.end()
+        if not self.config.return_dict_in_generate:
+            return ids
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(
+            sequences=ids,
+            scores=tuple(self.scores) if self.config.output_scores else None,
+            logits=tuple(self.logits) if self.config.output_logits else None,
+            **{cache_argument(): cache},
+        )
+
+    def _prefill(
+        self, input_ids: torch.Tensor, starts: list[int] | None, cache: Any, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits [B, vocabulary] of the last position, position ids [B] of the next). Fills `cache`."""
+        positions = kwargs.get("position_ids")
+        following = None if positions is None else positions[..., -1] + 1
+        if (reason := self._why_stock_prefill(input_ids, kwargs)) is None:
+            input_ids = input_ids[:, _cached(input_ids, self.config, kwargs) :]
+            if positions is not None:
+                positions = positions[..., -input_ids.shape[1] :]
+            first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=input_ids.device)
+            logits = prefill(View(self.model, self.loop.family), input_ids, cache, first, positions)
+            self._count(1, "layers: fused prefill", "attention: expanded (prefill)")
+        else:
+            count(self.loop.counters, f"layers: stock prefills ({reason})")
+            logits = self.model._prefill(input_ids, self.config, kwargs).logits[:, -1]
+        if following is None:
+            following = torch.tensor(cache.length, device=logits.device)
+        return logits, following.expand(len(logits)).clone()
+
+    def _why_stock_prefill(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+        if kwargs.get("inputs_embeds") is not None:
+            return "inputs_embeds"
+        if self.config.prefill_chunk_size is not None:
+            return "prefill_chunk_size"
+        return None
+
+    def _decode(
+        self,
+        input_ids: torch.Tensor,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        starts: list[int] | None,
+    ) -> tuple[torch.Tensor, int]:
+        """(all token ids, how many steps stand)."""
+        batch = logits.shape[0]
+        graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
+        if graphs is None or (reason := why_no_graph(graphs, batch)) is not None:
+            if graphs is not None:
+                count(self.loop.counters, f"cuda_graphs: eager loop ({reason})")
+            return self._loop(input_ids, logits, _EagerSteps(self.stepper, cache, positions, starts))
+        try:
+            simple = self._ends_simply() and not self._keeps_scores()
+            choice = choice_of(self.processors, self._samples()) if simple else None
+            run = graphs.run(self.stepper, batch, cache, starts or [0] * batch, choice)
+            steps = _GraphSteps(run, positions, self._eos(), self._pad(), self._samples())
+            return self._loop(input_ids, logits, steps)
+        finally:
+            graphs.release()
+
+    def _loop(self, input_ids: torch.Tensor, logits: torch.Tensor, steps: Any) -> tuple[torch.Tensor, int]:
+        """Choose, look whether that ends it, step; on a GPU look after the next step is launched."""
+        lags, latent = logits.device.type == "cuda", self.loop.family.attention == "mla"
+        board = _Board(logits.device, logits.shape[0])
+        unfinished = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+        ids, columns, taken = input_ids, [], 0
+        needs_ids = not self._ends_simply() or len(self.processors) > 0
+        tokens = self._choose(ids, logits, unfinished)
+        chosen_by_graph = False
+        while True:
+            columns.append(tokens)
+            if needs_ids:
+                ids = torch.cat((ids, tokens[:, None]), 1)
+            if chosen_by_graph:
+                running = steps.running
+            else:
+                unfinished = unfinished & ~self._ended(ids, tokens)
+                running = unfinished.any().view(1)
+            board.post(tokens, running)
+            full = self._is_full(input_ids.shape[1] + len(columns))
+            if full or not lags:
+                going = self._read(board)
+                if full or not going:
+                    break
+            logits = steps.step(tokens, unfinished)
+            taken += 1
+            if lags and not self._read(board):
+                steps.take_back()
+                taken -= 1
+                break
+            chosen_by_graph = steps.chooses
+            tokens = steps.tokens() if chosen_by_graph else self._choose(ids, logits, unfinished)
+        self._count(taken, "layers: fused step", "attention: " + ("absorbed" if latent else "paged"))
+        if taken and steps.counter:
+            self.loop.counters[steps.counter] += taken
+        return torch.cat((input_ids, torch.stack(columns, 1)), 1), taken
+
+    def _read(self, board: _Board) -> bool:
+        """Whether any row goes on; hands the tokens to the streamer."""
+        tokens, going = board.read(self.streamer is not None)
+        if self.streamer is not None:
+            self.streamer.put(tokens)
+        return going
+
+    def _choose(self, ids: torch.Tensor, logits: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
+        """logits [B, vocabulary] -> next tokens [B]: processors and choice as in `_sample`."""
+        if len(self.processors) or self._samples() or self._keeps_scores():
+            raw = logits.to(torch.float32, copy=True)
+            scores = self.processors(ids, raw)
+            if self.config.return_dict_in_generate and self.config.output_scores:
+                self.scores.append(scores)
+            if self.config.return_dict_in_generate and self.config.output_logits:
+                self.logits.append(raw)
+        else:
+            scores = logits
+        if not self._samples():
+            tokens = scores.argmax(-1)
+        elif scores.device.type == "cuda":
+            tokens = draw(scores.softmax(-1))
+        else:
+            tokens = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+        if any(hasattr(criterion, "eos_token_id") for criterion in self.criteria):
+            tokens = torch.where(unfinished, tokens, self._pad())
+        return tokens
+
+    def _ended(self, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[B] bool: the rows that these tokens end, the limits of `_is_full` aside."""
+        if not self._ends_simply():
+            ended: torch.Tensor = self.criteria(ids, tuple(self.scores) if self._keeps_scores() else None)
+            return ended
+        ended = torch.zeros_like(tokens, dtype=torch.bool)
+        for criterion in self.criteria:
+            if hasattr(criterion, "eos_token_id"):
+                ended = ended | torch.isin(tokens, criterion.eos_token_id.to(tokens.device))
+        return ended
+
+    def _ends_simply(self) -> bool:
+        """Whether all criteria are length, time and end-of-sequence tokens, which need no token ids."""
+        from transformers.generation import stopping_criteria as known
+
+        simple = (known.MaxLengthCriteria, known.EosTokenCriteria, known.MaxTimeCriteria)
+        return all(type(criterion) in simple for criterion in self.criteria) and len(self._eos()) <= MAX_EOS_TOKENS
+
+    def _is_full(self, length: int) -> bool:
+        """Whether the host alone knows that this is the end."""
+        from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+
+        for criterion in self.criteria:
+            if type(criterion) is MaxLengthCriteria and length >= criterion.max_length:
+                return True
+            if type(criterion) is MaxTimeCriteria and bool(criterion(torch.empty(1, 0), None)):
+                return True
+        return False
+
+    def _eos(self) -> list[int]:
+        if self._eos_tokens is None:
+            found = [criterion.eos_token_id for criterion in self.criteria if hasattr(criterion, "eos_token_id")]
+            self._eos_tokens = [token for tokens in found for token in tokens.tolist()]
+        return self._eos_tokens
+
+    def _pad(self) -> torch.Tensor:
+        pad = self.config._pad_token_tensor
+        return torch.zeros((), dtype=torch.int64, device=self.stepper.model.device) if pad is None else pad
+
+    def _samples(self) -> bool:
+        return bool(self.config.do_sample)
+
+    def _keeps_scores(self) -> bool:
+        return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
+
+    def _count(self, times: int, step: str, attention: str) -> None:
+        """What the layers of `times` steps ran, under the names that single layers count."""
+        layers = self.stepper.model.layers
+        mixtures = sum(isinstance(layer.mlp, Mixture) for layer in layers)
+        counted = {step: len(layers), attention: len(layers), "experts: fused router": mixtures}
+        for what, each in (counted | {"experts: fused": mixtures}).items():
+            if times * each:
+                self.loop.counters[what] += times * each
+
+
+class _Board:
+    """Where the device leaves each step's tokens and whether to go on, for the host to read without stopping it."""
+
+    def __init__(self, device: torch.device, batch: int) -> None:
+        self._posts: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if device.type == "cuda":
+            self._pinned = [
+                (
+                    torch.empty(batch, dtype=torch.int64, pin_memory=True),
+                    torch.empty(1, dtype=torch.bool, pin_memory=True),
+                )
+                for _ in range(2)
+            ]
+
+    def post(self, tokens: torch.Tensor, running: torch.Tensor) -> None:
+        """tokens [B], running [1] bool, on the device."""
+        if not self._pinned:
+            self._posts.append((tokens, running, None))
+            return
+        kept = self._pinned[0]
+        self._pinned.reverse()
+        kept[0].copy_(tokens, non_blocking=True)
+        kept[1].copy_(running, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._posts.append((*kept, event))
+
+    def read(self, wants_tokens: bool) -> tuple[torch.Tensor | None, bool]:
+        """The oldest post, once the device has come that far. The tokens are a copy."""
+        tokens, running, event = self._posts.pop(0)
+        if event is not None:
+            event.synchronize()
+        return (tokens.clone() if wants_tokens else None), bool(running)
+
+
+class _EagerSteps:
+    """Steps launched one op after the other."""
+
+    chooses, counter = False, ""
+
+    def __init__(self, stepper: Stepper, cache: Any, positions: torch.Tensor, starts: list[int] | None) -> None:
+        self.stepper, self.cache, self.positions, self.starts = stepper, cache, positions, starts
+
+    def step(self, tokens: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
+        logits = self.stepper.step(tokens, self.positions, self.cache, self.starts)
+        self.positions = self.positions + 1
+        return logits
+
+    def take_back(self) -> None:
+        """The last step does not stand. Its entries are dropped when the cache is committed."""
+
+
+class _GraphSteps:
+    """Steps that are replays of a graph."""
+
+    counter = "cuda_graphs: replays"
+
+    def __init__(
+        self, run: GraphRun, positions: torch.Tensor, eos: list[int], pad: torch.Tensor, samples: bool
+    ) -> None:
+        self.run, self.positions, self.eos, self.pad = run, positions, eos, pad
+        self.chooses = run.choice is not None
+        self.length = self.reserved = run.cache.length
+        self._generator = torch.cuda.default_generators[run.buffers.tokens.device.index] if samples else None
+        self._offset: int | None = None
+        self._begun = False
+
+    @property
+    def running(self) -> torch.Tensor:
+        return self.run.buffers.running
+
+    def tokens(self) -> torch.Tensor:
+        return self.run.buffers.tokens[: self.run.batch].clone()
+
+    def step(self, tokens: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
+        if self.length + 1 > self.reserved:
+            self.reserved = self.run.cache.reserve(self.length + 1, AHEAD)
+        if not self._begun:
+            self.run.begin(tokens, self.positions, unfinished, self.eos, self.pad)
+            self._begun = True
+        self.length += 1
+        if self._generator is not None and self.chooses:
+            self._offset = self._generator.get_offset()
+        return self.run.step(None if self.chooses else tokens)
+
+    def take_back(self) -> None:
+        """The last step does not stand: nor do the random numbers it drew."""
+        if self._offset is not None and self._generator is not None:
+            self._generator.set_offset(self._offset)

@@ -1,0 +1,317 @@
+"""Whole decoding steps as CUDA graphs, one per batch bucket and way of choosing the next token.
+
+What differs from call to call lives in device buffers that the graph reads: tokens, lengths, block tables, and the
+address of each layer's pages. So a graph serves every prompt, context length and cache, also one that grows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..ops.advance import advance
+from ..ops.mla_attention import graph_splits
+from ..ops.router import make_counters
+from .reach import Reach
+from .sampling import MAX_EOS_TOKENS, Choice
+from .step import Place, Stepper, head_step, layer_step
+
+MAX_SAMPLING_GRAPHS = 16
+"""Graphs with a way of sampling in them are kept for this many ways; the one used longest ago goes first."""
+
+
+@dataclass
+class Buffers:
+    """What the graphs of one bucket read and write. Rows from `live` on are idle: no tokens, no pages, no experts."""
+
+    tokens: torch.Tensor
+    """[B] int64: the tokens a step starts from; a graph that chooses writes the next ones here."""
+    lengths: torch.Tensor
+    first_positions: torch.Tensor
+    """[B] int32: cache length minus position id."""
+    starts: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    live: torch.Tensor
+    unfinished: torch.Tensor
+    """[B] bool: rows that have not met an end-of-sequence token."""
+    running: torch.Tensor
+    """[1] bool: whether any row is unfinished."""
+    eos: torch.Tensor
+    """[MAX_EOS_TOKENS] int64, unused ones -1."""
+    pad: torch.Tensor
+    """[1] int64."""
+    counters: torch.Tensor
+    """What the router's programs count themselves with; of these buffers alone."""
+
+    @classmethod
+    def make(cls, batch: int, num_pages: int, device: torch.device) -> Buffers:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return cls(
+            tokens=zeros(batch, dtype=torch.int64),
+            lengths=zeros(batch),
+            first_positions=zeros(batch),
+            starts=zeros(batch),
+            block_table=zeros(batch, num_pages),
+            slots=zeros(batch, dtype=torch.int64),
+            positions=zeros(batch, dtype=torch.int64),
+            live=zeros(1),
+            unfinished=zeros(batch, dtype=torch.bool),
+            running=zeros(1, dtype=torch.bool),
+            eos=zeros(MAX_EOS_TOKENS, dtype=torch.int64).fill_(-1),
+            pad=zeros(1, dtype=torch.int64),
+            counters=make_counters(device),
+        )
+
+
+class _Pages(NamedTuple):
+    """A layer's pages as a graph knows them: by an address that is read when the graph runs."""
+
+    storage: torch.Tensor
+    address: torch.Tensor
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError("a graph reads pages in place")
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    """[B, vocabulary], where the graph leaves them."""
+
+
+class StepGraphs:
+    """The graphs of one model. At most one `generate` uses them at a time; `try_lease` says whether it may."""
+
+    def __init__(self, batch_sizes: tuple[int, ...], counters: Counter[str]) -> None:
+        self.batch_sizes, self.counters = batch_sizes, counters
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._identity: Any = None
+        self._buffers: dict[int, Buffers] = {}
+        self._graphs: dict[tuple[int, Any], _Captured] = {}
+        self._addresses: torch.Tensor | None = None
+        self._pool: Any = None
+        self._last_use: torch.cuda.Event | None = None
+        self.bytes_held = 0
+        """Device memory that captures took; all graphs share one pool."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"batch_sizes": self.batch_sizes, "counters": self.counters}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()  # graphs belong to the weights they were captured with, not to a copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepGraphs:
+        return StepGraphs(self.batch_sizes, memo.get(id(self.counters), self.counters))
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def bucket(self, batch: int) -> int | None:
+        """The smallest size that holds `batch` rows, or None if none does."""
+        return min((size for size in self.batch_sizes if size >= batch), default=None)
+
+    def try_lease(self) -> bool:
+        return self._lock.acquire(blocking=False)
+
+    def release(self) -> None:
+        self._last_use = torch.cuda.Event()
+        self._last_use.record()
+        self._lock.release()
+
+    def run(self, stepper: Stepper, batch: int, cache: Any, starts: list[int], choice: Choice | None) -> GraphRun:
+        """Set the buffers up for a `generate` of `batch` rows whose prompt `cache` holds. Needs the lease."""
+        if self._last_use is not None:
+            torch.cuda.current_stream().wait_event(self._last_use)  # the last call may have run on another stream
+        bucket = self.bucket(batch)
+        assert bucket is not None
+        identity = (stepper.model.identity(), cache.page_size)
+        if identity != self._identity:
+            self._graphs.clear()
+            self._buffers.clear()
+            self._identity = identity
+        with torch.inference_mode(False), torch.no_grad():
+            if self._addresses is None:
+                size = len(stepper.model.layers)
+                self._addresses = torch.zeros(size, dtype=torch.int64, device=stepper.model.device)
+                self._pool = torch.cuda.graph_pool_handle()
+            return GraphRun(self, stepper, bucket, batch, cache, starts, choice)
+
+    def buffers(self, bucket: int, num_pages: int, device: torch.device) -> Buffers:
+        """The buffers of a bucket, with room for `num_pages` pages per row. Larger ones need new graphs."""
+        known = self._buffers.get(bucket)
+        if known is None or known.block_table.shape[1] < num_pages:
+            for key in [key for key in self._graphs if key[0] == bucket]:
+                del self._graphs[key]
+            known = self._buffers[bucket] = Buffers.make(bucket, num_pages, device)
+        return known
+
+    def captured(self, bucket: int, run: GraphRun, choice: Choice | None) -> _Captured:
+        key = (bucket, None if choice is None else choice.key)
+        found = self._graphs.pop(key, None)
+        if found is None:
+            sampling = [known for known in self._graphs if known[1] is not None]
+            if choice is not None and len(sampling) >= MAX_SAMPLING_GRAPHS:
+                del self._graphs[sampling[0]]
+            found = self._capture(run, choice)
+        self._graphs[key] = found  # the last one used stands last
+        return found
+
+    def _capture(self, run: GraphRun, choice: Choice | None) -> _Captured:
+        """Run the step once with every row idle, so that kernels and libraries are loaded, then record it."""
+        device = run.stepper.model.device
+        before = torch.cuda.memory_reserved(device)
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
+        buffers, state = run.buffers, torch.cuda.get_rng_state(device)
+        with torch.cuda.stream(stream):
+            written = (buffers.live, buffers.tokens, buffers.unfinished, buffers.running)
+            kept = [tensor.clone() for tensor in written]
+            buffers.live.zero_()
+            run.record(choice)
+            for tensor, value in zip(written, kept, strict=True):
+                tensor.copy_(value)
+            stream.synchronize()
+            # other threads may go on using the device while this one records
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                logits = run.record(choice)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.set_rng_state(state, device)
+        self.counters["cuda_graphs: captured"] += 1
+        self.bytes_held += max(0, torch.cuda.memory_reserved(device) - before)
+        return _Captured(graph, logits)
+
+
+class GraphRun:
+    """One `generate` on the graphs of its bucket."""
+
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        stepper: Stepper,
+        bucket: int,
+        batch: int,
+        cache: Any,
+        starts: list[int],
+        choice: Choice | None,
+    ) -> None:
+        self.graphs, self.stepper, self.bucket, self.batch, self.cache = graphs, stepper, bucket, batch, cache
+        self.starts, self.choice = starts, choice
+        self._version: Any = None
+        self._storages: list[torch.Tensor] = []
+        self._captured: _Captured | None = None
+        self.buffers = graphs.buffers(bucket, self._most_pages(), stepper.model.device)
+
+    def _most_pages(self) -> int:
+        """Pages of the longest context the model is made for, so that few calls need larger tables."""
+        longest = getattr(self.stepper.attention.config, "max_position_embeddings", 4096)
+        held = max((len(row) for row in self.cache.pool.table.rows), default=0)
+        size = max(-(-longest // self.cache.page_size), 1)
+        while size < held + 1:
+            size *= 2
+        return size
+
+    def begin(
+        self, tokens: torch.Tensor, positions: torch.Tensor, unfinished: torch.Tensor, eos: list[int], pad: torch.Tensor
+    ) -> None:
+        """tokens [batch]: what the first step starts from; positions [batch] int64: their position ids; unfinished
+        [batch] bool. eos and pad: used by a graph that chooses."""
+        buffers, batch, length = self.buffers, self.batch, self.cache.length
+        buffers.live.fill_(batch)
+        buffers.tokens[:batch].copy_(tokens)
+        buffers.lengths.zero_()
+        buffers.lengths[:batch].fill_(length)
+        buffers.first_positions[:batch].copy_(length - positions)
+        buffers.starts.zero_()
+        buffers.starts[:batch].copy_(torch.tensor(self.starts, dtype=torch.int32))
+        buffers.unfinished.zero_()
+        buffers.unfinished[:batch].copy_(unfinished)
+        buffers.eos.copy_(torch.tensor(eos + [-1] * (MAX_EOS_TOKENS - len(eos))))
+        buffers.pad.copy_(pad.view(1))
+        self._set_pages()
+
+    def _set_pages(self) -> None:
+        """Tell the device where the pages are, if that changed."""
+        pool = self.cache.pool
+        if self._version == pool.table.version:
+            return
+        table = pool.block_table()
+        if table.shape[1] > self.buffers.block_table.shape[1]:
+            old = self.buffers
+            self.buffers = self.graphs.buffers(self.bucket, self._most_pages(), self.stepper.model.device)
+            for name, value in vars(old).items():
+                if name != "block_table":
+                    getattr(self.buffers, name).copy_(value)
+            self._captured = None
+        self.buffers.block_table[: self.batch, : table.shape[1]].copy_(table)
+        storages = [pool.storages[layer] for layer in sorted(pool.storages)]
+        if [s.data_ptr() for s in storages] != [s.data_ptr() for s in self._storages]:
+            assert self.graphs._addresses is not None
+            self.graphs._addresses.copy_(torch.tensor([storage.data_ptr() for storage in storages]))
+            self._storages = storages
+        self._version = pool.table.version
+
+    def step(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Launch the next step; its pages must be reserved. tokens [batch]: what it starts from, unless the last step
+        chose them. Returns its logits [batch, vocabulary], which the next step overwrites."""
+        self._set_pages()
+        if tokens is not None:
+            self.buffers.tokens[: self.batch].copy_(tokens)
+        if self._captured is None:
+            with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.stepper.model.device):
+                self._captured = self.graphs.captured(self.bucket, self, self.choice)
+        self._captured.graph.replay()
+        return self._captured.logits[: self.batch]
+
+    def record(self, choice: Choice | None) -> torch.Tensor:
+        """The step itself, on the buffers: run once to warm up, once more to be captured."""
+        buffers, stepper = self.buffers, self.stepper
+        model, pool = stepper.model, self.cache.pool
+        advance(
+            buffers.lengths,
+            buffers.live,
+            buffers.block_table,
+            pool.page_size,
+            buffers.first_positions,
+            buffers.slots,
+            buffers.positions,
+        )
+        x = F.embedding(buffers.tokens, model.embedding)
+        rotation = stepper.rotation(x.unsqueeze(1), buffers.positions.unsqueeze(1))
+        num_heads = stepper.attention.config.num_attention_heads
+        reach = Reach(
+            buffers.block_table,
+            buffers.lengths,
+            buffers.block_table.shape[1] * pool.page_size,
+            causal=False,
+            starts=buffers.starts,
+            num_splits=graph_splits(self.bucket, num_heads, model.device),
+        )
+        place = Place((self.bucket, 1), rotation, buffers.slots, reach, buffers.live, buffers.counters)
+        assert self.graphs._addresses is not None
+        addresses = self.graphs._addresses.split(1)
+        for layer, storage, address in zip(model.layers, self._storages, addresses, strict=True):
+            x = layer_step(layer, x, _Pages(storage, address), place)
+        logits = head_step(model, x)
+        if choice is not None:
+            tokens = choice.pick(logits)
+            tokens = torch.where(buffers.unfinished, tokens, buffers.pad)
+            ended = (tokens.unsqueeze(1) == buffers.eos).any(1)
+            buffers.unfinished.logical_and_(~ended)
+            torch.any(buffers.unfinished, dim=0, keepdim=True, out=buffers.running)
+            buffers.tokens.copy_(tokens)
+        return logits

@@ -1,0 +1,132 @@
+"""The straight line: what a layer, and a whole model, do to the new tokens of a step.
+
+About eight launches a layer on a GPU with few tokens: norm and input projections; latent norm, rotation, page write and
+absorb; attention; merge and value projection; output projection and residual; norm, router and selection; gate-up of
+the experts; down, weighted sum and residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..families.base import Family
+from ..ops.entry_write import entry_write
+from ..ops.experts import mixture
+from ..ops.latent_write import latent_write
+from ..ops.projection import gated_project, project
+from ..ops.rms_norm import rms_norm
+from ..ops.router import norm_route
+from .lines import Dense, GroupedAttention, LatentAttention, Layer, Mixture, Model
+from .reach import Held, Reach, attend_grouped, attend_latents
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the new tokens of a step go, how they are rotated and what they see. The layers of a step share it."""
+
+    shape: tuple[int, int]
+    """(B, S)"""
+    rotation: tuple[Any, torch.Tensor, torch.Tensor]
+    """(layout, cos, sin) as the family's `rotation` gives them."""
+    slots: torch.Tensor
+    """[B * S] int64: where in the flat storage; negative: nowhere."""
+    reach: Reach
+    live: torch.Tensor | None = None
+    """[1] int32: rows from here on are idle. None: none is."""
+    counters: torch.Tensor | None = None
+    """The router's, in a graph; see `ops.router.norm_route`."""
+
+
+def layer_step(layer: Layer, x: torch.Tensor, held: Held, place: Place) -> torch.Tensor:
+    """x [B * S, D] -> the layer's output, the same shape. The new tokens' entries are written."""
+    attend = latent_attention if isinstance(layer.attention, LatentAttention) else grouped_attention
+    out = attend(layer.attention, layer.norm, x, held, place)  # type: ignore[operator]
+    weight, bias = layer.attention.output
+    (x,) = project(out.reshape(x.shape[0], -1), (weight,), (bias,), residual=x)
+    mlp = layer.mlp
+    if isinstance(mlp, Dense):
+        (x,) = project(gated_project(x, mlp.gate, mlp.up, norm=layer.mlp_norm), (mlp.down,), residual=x)
+        return x
+    if isinstance(mlp, Mixture):
+        normed, weights, indices = norm_route(
+            x, *layer.mlp_norm, mlp.router, mlp.bias, live=place.live, counters=place.counters, **vars(mlp.rule)
+        )
+        return mixture(normed, indices, weights, mlp.gate_up, mlp.down, mlp.shared, x)
+    normed = rms_norm(x, *layer.mlp_norm).view(*place.shape, -1)
+    return x + mlp(normed).view(x.shape)
+
+
+def latent_attention(
+    attention: LatentAttention, norm: tuple[torch.Tensor, float], x: torch.Tensor, held: Held, place: Place
+) -> torch.Tensor:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1), absorbed: [B, S, H, V]."""
+    query, compressed = project(x, attention.inputs, attention.biases, norm=norm)
+    if attention.query_up is not None:
+        weight, bias = attention.query_up
+        (query,) = project(query, (weight,), (bias,), norm=attention.query_norm)
+    layout, cos, sin = place.rotation
+    q_latent, q_rope = latent_write(
+        query.view(*place.shape, -1, attention.head_dim),
+        compressed.view(*place.shape, -1),
+        *attention.latent_norm,
+        cos,
+        sin,
+        layout,
+        attention.w_uk,
+        held.storage,
+        place.slots,
+        address=held.address,
+    )
+    return attend_latents(q_latent, q_rope, held, place.reach, attention.scale, attention.w_uv)
+
+
+def grouped_attention(
+    attention: GroupedAttention, norm: tuple[torch.Tensor, float], x: torch.Tensor, held: Held, place: Place
+) -> torch.Tensor:
+    """Grouped-query attention (arXiv 2305.13245): [B, S, H, head_dim]."""
+    heads = (*place.shape, -1, attention.head_dim)
+    query, key, value = (part.view(heads) for part in project(x, attention.inputs, attention.biases, norm=norm))
+    _, cos, sin = place.rotation
+    query = entry_write(query, key, value, cos, sin, held.storage, place.slots, address=held.address)
+    return attend_grouped(query, held, place.reach, attention.scale, attention.num_kv_heads, attention.head_dim)
+
+
+def head_step(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """x [T, D], what the last layer gives -> logits [T, vocabulary]."""
+    weight, bias = model.head
+    return project(x, (weight,), (bias,), norm=model.norm)[0]
+
+
+class Stepper:
+    """Runs a model's decoding steps one launch after the other, on a `PagedCache`."""
+
+    def __init__(self, model: Model, family: Family, attention: Any) -> None:
+        self.model, self.family, self.attention = model, family, attention
+
+    def rotation(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Of positions [B, S], for hidden [B, S, D]."""
+        return self.family.rotation(self.attention, self.model.rotary(hidden, positions))
+
+    def step(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Any, starts: list[int] | None) -> torch.Tensor:
+        """tokens [B], positions [B] int64 -> logits [B, vocabulary]. starts: the first key each row sees."""
+        batch = tokens.shape[0]
+        x = F.embedding(tokens, self.model.embedding)
+        rotation = self.rotation(x.unsqueeze(1), positions.unsqueeze(1))
+        place = None
+        for layer, held in zip(self.model.layers, cache.layers, strict=True):
+            pages, slots = held.append(batch, 1)
+            if place is None:
+                place = Place((batch, 1), rotation, slots, self._reach(pages, starts))
+            x = layer_step(layer, x, pages, place)
+        return head_step(self.model, x)
+
+    def _reach(self, pages: Any, starts: list[int] | None) -> Reach:
+        mask = None
+        if starts is not None:
+            first = torch.tensor(starts, device=self.model.device)
+            mask = (torch.arange(pages.length, device=first.device) >= first[:, None])[:, None, None]
+        return Reach.of_pages(pages, 1, mask)

@@ -1,0 +1,162 @@
+"""Linear layers of a decode step: the norm before them, several weights that share an input, the residual after."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from .choice import uses_triton
+from .rms_norm import rms_norm, rms_norm_reference
+
+Norm: TypeAlias = tuple[torch.Tensor, float]
+"""The weight [D] and the epsilon of a root mean square norm."""
+
+FEW_TOKENS = 4
+"""Up to here one launch reads each weight once, as dot products; beyond, cuBLAS is faster."""
+
+MAX_WEIGHTS = 3
+
+# (T, D, sizes N_i, which have a bias, norm, residual)
+CASES = [
+    (0, 32, (8,), (), False, False),  # no tokens: a launch with an empty grid is an error
+    (1, 64, (48, 20), (), True, False),  # MLA's q and kv_a: a program must not cross from one weight into the next
+    (2, 64, (24, 8, 8), (0, 1, 2), True, False),  # Qwen2's q, k, v with biases
+    (3, 64, (24, 8), (1,), True, False),  # only the second has a bias; three tokens fill a tile of four
+    (4, 64, (33,), (), False, True),  # o and the residual; N odd: the last program has rows of no weight
+    (1, 33, (7, 5), (0,), True, False),  # D odd: rows are not 16-byte aligned, and padding must not count in the mean
+    (1, 2056, (5,), (0,), True, True),  # more than one tile of D, the last one hardly filled; bias and residual
+    (3, 4096, (3, 3, 3), (), True, False),  # D of several full tiles, N smaller than a tile
+]
+
+# (T, D, I, norm)
+GATED_CASES = [
+    (0, 32, 8, False),  # no tokens
+    (1, 64, 40, True),  # I is not a multiple of the tile
+    (3, 2056, 7, False),  # several tiles of D, three tokens in a tile of four
+    (4, 33, 5, True),  # D odd
+]
+
+
+def _check(x: torch.Tensor, weights: Sequence[torch.Tensor], norm: Norm | None) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"x must be [T, D], it has shape {tuple(x.shape)}")
+    if not 1 <= len(weights) <= MAX_WEIGHTS:
+        raise ValueError(f"there must be 1 to {MAX_WEIGHTS} weights, not {len(weights)}")
+    size = x.shape[1]
+    for weight in weights:
+        if weight.dim() != 2 or weight.shape[1] != size or weight.dtype != x.dtype:
+            raise ValueError(
+                f"a weight must be [N, {size}] of {x.dtype}, it is {tuple(weight.shape)} of {weight.dtype}"
+            )
+    if norm is not None and (norm[0].shape != (size,) or norm[0].dtype != x.dtype):
+        raise ValueError(f"norm must have a weight [{size}] of {x.dtype}, it is {tuple(norm[0].shape)}")
+
+
+def _few(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one launch computes it: few tokens on a GPU, rows one after the other, and no gradient wanted."""
+    return (
+        0 < len(x) <= FEW_TOKENS
+        and _fused(x, tensors)
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and x.stride(1) == 1
+    )
+
+
+def _fused(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    if x.dtype == torch.float64 or not uses_triton(x.device):
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)))
+
+
+def project_reference(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, ...] | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The definition, step by step as stock models take it; arguments and result as those of `project`."""
+    normed = x if norm is None else rms_norm_reference(x, *norm)
+    outs = tuple(F.linear(normed, w, b) for w, b in zip(weights, biases or (None,) * len(weights), strict=True))
+    return outs if residual is None else (residual + outs[0],)
+
+
+def project(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, ...] | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """y_i = rms_norm(x) W_i^T + b_i for each of one to three weights, and + residual for one weight.
+
+    x [T, D]; weights [N_i, D], each where the model has it; biases one per weight, [N_i] or None, or None for no bias
+    at all; norm (weight [D], eps) or None; residual [T, N], only with one weight. All of one dtype. Returns a tuple
+    of [T, N_i], contiguous, in that dtype.
+
+    Up to FEW_TOKENS tokens on a GPU are one launch, which computes in fp32 and rounds once, at the end; elsewhere
+    the norm, each product and the sum are rounded one by one, as by stock models.
+    Source: the linear layers of transformers 5.24 (DeepseekV3Attention, LlamaAttention, Qwen2Attention).
+    The kernel has no backward: where a gradient is wanted, torch is used.
+    Raises ValueError if shapes or dtypes do not fit together.
+    """
+    _check(x, weights, norm)
+    if biases is None:
+        biases = (None,) * len(weights)
+    if len(biases) != len(weights) or any(
+        b is not None and (b.shape != w.shape[:1] or b.dtype != x.dtype) for w, b in zip(weights, biases, strict=True)
+    ):
+        raise ValueError(f"biases must be one per weight, [N] of {x.dtype} or None")
+    if residual is not None:
+        if len(weights) > 1:
+            raise ValueError("a residual needs exactly one weight")
+        if residual.shape != (len(x), len(weights[0])) or residual.dtype != x.dtype:
+            raise ValueError(f"residual must be [{len(x)}, {len(weights[0])}] of {x.dtype}")
+
+    given = [b for b in biases if b is not None]
+    parameters = [*weights, *given, *(() if norm is None else norm[:1])]
+    if _few(x, parameters) and (residual is None or not (torch.is_grad_enabled() and residual.requires_grad)):
+        from ..kernels import projection as kernel
+
+        return kernel.launch(x, weights, biases, norm, residual)
+    normed = x if norm is None else rms_norm(x, *norm)
+    if residual is not None:
+        return (F.linear(normed, weights[0], biases[0]) + residual,)
+    return tuple(F.linear(normed, w, b) for w, b in zip(weights, biases, strict=True))
+
+
+def gated_project_reference(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, norm: Norm | None = None
+) -> torch.Tensor:
+    """The definition; arguments and result as those of `gated_project`."""
+    normed = x if norm is None else rms_norm_reference(x, *norm)
+    return F.silu(F.linear(normed, gate)) * F.linear(normed, up)
+
+
+def gated_project(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
+    """silu(h gate^T) * (h up^T) with h = rms_norm(x), or x without a norm: the first half of a gated MLP.
+
+    x [T, D]; gate and up [I, D]; norm (weight [D], eps) or None; all of one dtype. Returns [T, I] in that dtype.
+    One launch for few tokens, and rounding, as in `project`. For more tokens on a GPU the two products are rounded and
+    one launch does the rest.
+    Source: DeepseekV3MLP and LlamaMLP of transformers 5.24, with silu and without biases.
+    The kernels have no backward: where a gradient is wanted, torch is used.
+    Raises ValueError if shapes or dtypes do not fit together.
+    """
+    _check(x, (gate, up), norm)
+    if gate.shape != up.shape:
+        raise ValueError(f"gate and up must have one shape, they have {tuple(gate.shape)} and {tuple(up.shape)}")
+    parameters = [gate, up, *(() if norm is None else norm[:1])]
+    if _few(x, parameters):
+        from ..kernels import projection as kernel
+
+        return kernel.launch_gated(x, gate, up, norm)
+    normed = x if norm is None else rms_norm(x, *norm)
+    if _fused(x, parameters):
+        from ..kernels import projection as kernel
+
+        return kernel.launch_silu_mul(F.linear(normed, gate), F.linear(normed, up))
+    return F.silu(F.linear(normed, gate)) * F.linear(normed, up)

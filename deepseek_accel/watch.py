@@ -1,0 +1,89 @@
+"""Who watches a module, so that its work must not be done without calling it, and whether it is what it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from .journal import forward_slot
+
+
+def needs_gradients(module: nn.Module, *inputs: torch.Tensor) -> bool:
+    """Whether autograd will want this call's gradients, for which our kernels have no backward."""
+    return torch.is_grad_enabled() and (
+        any(x.requires_grad for x in inputs) or any(p.requires_grad for p in module.parameters())
+    )
+
+
+def count(counters: Counter[str], what: str) -> None:
+    """Count one call. Not while torch.compile traces: it would compile anew for every value of the counter."""
+    if not torch.compiler.is_compiling():
+        counters[what] += 1
+
+
+def why_foreign(module: Any) -> str | None:
+    """Why this module's forward is not the one of transformers, so that we must not stand in for it, or None."""
+    if not type(module).__module__.startswith(("transformers.", "torch.nn.")):
+        return f"its class {type(module).__module__}.{type(module).__name__} is not of transformers"
+    if not type(module).forward.__module__.startswith(("transformers.", "torch.nn.")):
+        return f"the forward of its class was replaced by {type(module).forward.__module__}"
+    forward = vars(module).get(forward_slot(module))
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        return "its forward was replaced"
+    return None
+
+
+def has_listeners(module: nn.Module) -> bool:
+    """Whether someone hooked this module. transformers leaves its own recording hooks in place once they were used."""
+    hooks = module._forward_hooks
+    if not hooks and not _global_forward_hooks:
+        return False
+    return bool(_global_forward_hooks) or any(
+        getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values()
+    )
+
+
+def is_silu(activation: Any) -> bool:
+    """Whether an activation module is SiLU and nothing else: not replaced, hooked or wrapped."""
+    return (
+        type(activation).__name__ in ("SiLU", "SiLUActivation")
+        and why_foreign(activation) is None
+        and not is_called(activation)
+    )
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether torch's or accelerate's hooks watch this module, so that its work must not be done without calling it."""
+    watched = module._forward_pre_hooks or _global_forward_pre_hooks or "_hf_hook" in vars(module)
+    return bool(watched) or has_listeners(module)
+
+
+def is_plain(linear: Any, like: torch.Tensor) -> bool:
+    """Whether `linear` is nothing but its weight: not wrapped, quantized, hooked, offloaded or of another dtype."""
+    if type(linear) is not nn.Linear or nn.Linear.forward.__module__ != "torch.nn.modules.linear" or is_called(linear):
+        return False
+    own = vars(linear).get("forward")
+    if own is not None and getattr(own, "__func__", None) is not nn.Linear.forward:
+        return False  # accelerate leaves the class's own forward on the instance when it removes a hook
+    weight: Any = linear._parameters.get("weight")
+    return (
+        type(weight) in (nn.Parameter, torch.Tensor)  # not a quantized or sharded tensor in disguise
+        and weight.is_contiguous()
+        and weight.dtype == like.dtype
+        and weight.device == like.device
+    )
+
+
+def stands_in(forward: Any) -> bool:
+    """Whether this is one of the functions that passes write in place of a module's forward."""
+    return isinstance(forward, partial) and forward.func.__module__.startswith(f"{__package__}.")
+
+
+def why_replaced(module: Any) -> str | None:
+    """`why_foreign`, for a module whose forward may also be one of ours."""
+    return None if stands_in(vars(module).get(forward_slot(module))) else why_foreign(module)
