@@ -25,7 +25,6 @@ MAX_SPILL_BYTES = 512
 ATTENTION_KERNELS = [
     ("combine", "combine_kernel"),
     ("combine_project", "combine_project_kernel"),
-    ("combine_project", "combine_project_tile_kernel"),
     ("gqa_attention", "gqa_attention_kernel"),
     ("mla_attention", "mla_attention_kernel"),
 ]
@@ -41,13 +40,19 @@ KERNELS = [
     ("experts_tiles", "tile_down_kernel"),
     ("experts_tiles", "combine_kernel"),
     ("latent_write", "latent_write_kernel"),
+    ("next_token", "best_of_block_kernel"),
+    ("next_token", "next_token_kernel"),
     ("prefill_attention", "prefill_attention_kernel"),
+    ("prefill_parts", "merge_kernel"),
+    ("prefill_parts", "whole_keys_kernel"),
+    ("prefill_write", "prefill_write_kernel"),
     ("projection", "project_kernel"),
     ("projection", "gated_project_kernel"),
     ("projection", "silu_mul_kernel"),
     ("rms_norm", "rms_norm_kernel"),
     ("router", "route_kernel"),
     ("router", "norm_route_kernel"),
+    ("router_logits", "router_logits_kernel"),
 ]
 
 

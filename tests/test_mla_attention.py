@@ -253,10 +253,11 @@ def test_projection_as_the_parts_are_merged():
 
 
 def test_splits_of_a_graph():
-    """Some for one row, never none, and no more programs than two for each processor (8 here)."""
+    """Some for one row, never none, and no more programs than processors (8 here)."""
     device = torch.device("cpu")
-    assert graph_splits(1, 16, device) == 16
-    assert graph_splits(3, 16, device) == 4
-    assert graph_splits(1, 128, device) == 8, "128 heads are two row blocks"
-    assert graph_splits(1, 32, device, 8) == 2
+    assert graph_splits(1, 16, device) == 8
+    assert graph_splits(3, 16, device) == 2
+    assert graph_splits(1, 128, device) == 4, "128 heads are two row blocks"
+    assert graph_splits(1, 32, device, 8) == 1
+    assert graph_splits(1, 32, device, 2) == 4
     assert graph_splits(128, 16, device) == 1

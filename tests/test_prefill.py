@@ -1,5 +1,7 @@
 """Prefill in a straight line: its attention by parts, and whole prompts against transformers' own forward."""
 
+import copy
+import functools
 import itertools
 import weakref
 
@@ -9,12 +11,15 @@ from interpreter import interpret
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from deepseek_accel import families
+from deepseek_accel import families, optimize
 from deepseek_accel.cache import paged_cache
 from deepseek_accel.errors import CacheFullError
-from deepseek_accel.generation.prefill import View, pieces, prefill, tokens_per_piece
+from deepseek_accel.generation.lines import read_model
+from deepseek_accel.generation.prefill import layer_step, pieces, prefill, tokens_per_piece
+from deepseek_accel.generation.step import Stepper
 from deepseek_accel.ops.prefill_attention import (
     CASES,
+    CUDNN_PIECE,
     Case,
     attend_by_row,
     case_inputs,
@@ -123,7 +128,7 @@ FAMILIES = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
 
 @pytest.fixture(scope="module")
 def models():
-    """One tiny model per family, and one with projections' biases where the family knows them."""
+    """One tiny model per family, and one with projections' biases where the family knows them; stock ones."""
     made = {name: tiny_model(name) for name in FAMILIES}
     made["deepseek_v3 bias"] = tiny_model("deepseek_v3", attention_bias=True)
     made["deepseek_v2 q_lora"] = tiny_model("deepseek_v2", q_lora_rank=40)
@@ -142,15 +147,26 @@ def prompt(batch, count, padding=None, seed=0):
     return ids, mask, (mask.cumsum(-1) - 1).clamp_min(0)
 
 
+@functools.cache
+def stepper_of(model):
+    """Of an optimized copy of `model`, which shares its weights."""
+    memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    model = copy.deepcopy(model, memo)
+    optimize(model)
+    family = families.find(model)
+    with torch.no_grad():
+        return Stepper(read_model(model, family), family, family.attentions(model)[0]), model
+
+
 def run(model, ids, padding=None, positions=None, cache=None, tokens=None):
     """(logits, cache) of our prefill, with at most `tokens` in a piece."""
-    view = View(model, families.find(model))
-    cache = paged_cache(model, page_size=16) if cache is None else cache
+    stepper, optimized = stepper_of(model)
+    cache = paged_cache(optimized, page_size=16) if cache is None else cache
     starts = None if padding is None else torch.tensor(padding, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         if tokens is not None:
             patch.setattr("deepseek_accel.generation.prefill.tokens_per_piece", lambda *_: tokens)
-        return prefill(view, ids, cache, starts, positions), cache
+        return prefill(stepper, ids, cache, starts, positions), cache
 
 
 def stock(model, ids, mask=None, positions=None, cache=None):
@@ -221,14 +237,14 @@ def test_positions_count_on_by_themselves(models):
 def test_a_failure_leaves_the_cache_as_it_was(models):
     model = models["deepseek_v2"]
     ids, _, _ = prompt(2, 20)
-    cache = paged_cache(model, page_size=16, max_pages=2)
+    cache = paged_cache(stepper_of(model)[1], page_size=16, max_pages=2)
     with pytest.raises(CacheFullError):
         run(model, ids, cache=cache)
     assert cache.get_seq_length() == 0 and cache.pages_in_use == 0
     run(model, ids[:1, :10], cache=cache)  # another number of rows: nothing was left behind
     before = [layer.keys.clone() for layer in cache.layers]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr("deepseek_accel.generation.prefill.last_layer_step", out_of_memory)
+        patch.setattr("deepseek_accel.generation.prefill.layer_step", fails_late())
         run(model, ids[:1, :10], cache=cache, tokens=3)
     assert [layer.get_seq_length() for layer in cache.layers] == [10] * 3
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
@@ -236,8 +252,16 @@ def test_a_failure_leaves_the_cache_as_it_was(models):
         run(model, ids, cache=cache)
 
 
-def out_of_memory(*_):
-    raise RuntimeError("out of memory")
+def fails_late():
+    """A layer step that runs out of memory in the last of three layers, in the second piece."""
+    calls = itertools.count()
+
+    def step(*arguments):
+        if next(calls) == 5:
+            raise RuntimeError("out of memory")
+        return layer_step(*arguments)
+
+    return step
 
 
 def test_decoding_goes_on_after_a_prefill(models):
@@ -285,15 +309,23 @@ class Largest(TorchDispatchMode):
 def test_memory_is_bounded_however_long_the_prompt(models, name, monkeypatch):
     monkeypatch.setattr("deepseek_accel.generation.prefill.MIN_TOKENS", 16)
     model, bound = models[name], 400_000
-    view = View(model, families.find(model))
+    stepper, optimized = stepper_of(model)
     per_token = 16 * 16  # ids and angles, of the whole prompt at once
     for count in (400, 1600):
         ids, _, _ = prompt(1, count)
-        cache = paged_cache(model, page_size=16, reserve_tokens=count)
+        cache = paged_cache(optimized, page_size=16, reserve_tokens=count)
         with Largest([*model.parameters(), *model.buffers()]) as largest:
-            prefill(view, ids, cache, activation_bytes=bound)
-        assert tokens_per_piece(view, bound) < count // 2
+            prefill(stepper, ids, cache, activation_bytes=bound)
+        assert tokens_per_piece(stepper.model.layers[-1], bound) < count // 2
         assert largest.most - cache.bytes_reserved() < 1.4 * bound + per_token * count
+
+
+def test_long_rows_are_cut_where_attention_has_a_plan():
+    """Whatever the prompt's length, all pieces but the last are of one length."""
+    for count in (40_000, 163_840):
+        lengths = [tokens.stop - tokens.start for _, tokens in pieces(1, count, 30_000)]
+        assert set(lengths[:-1]) == {CUDNN_PIECE} and sum(lengths) == count
+    assert len(list(pieces(1, 30_000, 30_000))) == 1
 
 
 @pytest.mark.parametrize("batch, count, block", [(1, 10, 3), (5, 4, 9), (3, 7, 7), (2, 1, 1), (4, 1000, 256)])

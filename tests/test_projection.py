@@ -7,7 +7,9 @@ from interpreter import interpret
 
 from deepseek_accel.ops.projection import (
     CASES,
+    DOT_TOKENS,
     GATED_CASES,
+    choose_form,
     gated_project,
     gated_project_reference,
     project,
@@ -181,3 +183,9 @@ def rows_after_nan() -> list[bool]:
 
 def test_nan_stays_in_its_row():
     assert interpret(rows_after_nan) == [True, True, False, True]
+
+
+def test_forms_by_tokens_and_bytes():
+    for (limit, tokens), beyond in zip(DOT_TOKENS, (4, 2), strict=True):
+        assert [choose_form(n, limit) for n in (1, tokens, tokens + 1)] == ["dots", "dots", "matmul"]
+        assert [choose_form(n, limit + 1) for n in (1, beyond, beyond + 1)] == ["dots", "dots", "matmul"]

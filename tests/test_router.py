@@ -366,3 +366,51 @@ def test_norm_route_kernel_in_the_interpreter():
     results = interpret(interpreted_norm_route)
     assert len(results) == 6 * len(NORM_CASES)
     assert [name for name, right in results.items() if not right] == []
+
+
+def interpreted_logits() -> dict[str, bool]:
+    """Whether the logits in parts are right for each tiling, and the selection from parts, with idle tokens."""
+    from deepseek_accel.kernels import router_logits
+    from deepseek_accel.kernels.router import launch
+
+    results = {}
+    for num_tokens, size, num_experts in ((1, 64, 16), (19, 2050, 20), (300, 48, 6)):
+        for dtype in (torch.float32, torch.float16):
+            generator = torch.Generator().manual_seed(2)
+            normed = torch.randn(num_tokens, size, generator=generator).to(dtype)
+            gate = (torch.randn(num_experts, size, generator=generator) * size**-0.5).to(dtype)
+            exact = normed.double() @ gate.double().T
+            for tiles in (None, (32, 16, 16, 16, 2, 2, 1), (size // 16 * 16 + 16, 16, 32, 16, 2, 2, 1)):
+                parts = router_logits.launch(normed, gate, tiles)
+                close = torch.allclose(parts.double().sum(0), exact, rtol=1e-5, atol=1e-5)
+                results[f"{num_tokens} {size} {dtype} {tiles}"] = close and parts.dtype == torch.float32
+    # Parts of one logit whose sum alone is right, and a part of another token far away.
+    for case in (CASES[2], CASES[5]):
+        logits, bias, top_k, options = make(case)
+        parts = torch.stack([logits - 9, torch.full_like(logits, 4), torch.full_like(logits, 5)])
+        for live in (None, 5):
+            tensor = None if live is None else torch.tensor([live], dtype=torch.int32)
+            weights, indices = launch(parts, bias, top_k, **options, live=tensor)
+            expected = route_reference((parts[0] + parts[1]) + parts[2], bias, top_k, **options)
+            used = slice(0, live)
+            results[f"{case} {live}"] = (
+                torch.equal(indices[used], expected[1][used])
+                and torch.allclose(weights[used], expected[0][used], rtol=1e-5, atol=1e-7)
+                and (live is None or bool((indices[live:] == -1).all() and (weights[live:] == 0).all()))
+            )
+    return results
+
+
+def test_logits_in_the_interpreter():
+    results = interpret(interpreted_logits)
+    assert len(results) == 18 + 4
+    assert [name for name, right in results.items() if not right] == []
+
+
+def test_three_parts_hold_an_fp32_weight():
+    """What `router_logits` does with an fp32 weight; its bf16 products cannot be run in the interpreter."""
+    weight = torch.randn(10000, generator=torch.Generator().manual_seed(3)) * 0.02
+    high = weight.bfloat16().float()
+    middle = (weight - high).bfloat16().float()
+    low = (weight - high - middle).bfloat16().float()
+    assert torch.equal(high.double() + middle.double() + low.double(), weight.double())

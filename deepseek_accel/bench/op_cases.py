@@ -15,8 +15,9 @@ import torch
 from ..ops.experts import fused_experts, fused_experts_reference
 from ..ops.gqa_attention import paged_gqa_attention, paged_gqa_attention_reference
 from ..ops.mla_attention import latent_attention, latent_attention_reference
+from ..ops.projection import gated_project, gated_project_reference, project, project_reference
 from ..ops.rms_norm import rms_norm, rms_norm_reference
-from ..ops.router import route, route_reference
+from ..ops.router import make_counters, norm_route, norm_route_reference, route, route_reference
 from .measure import l2_bytes
 
 PAGE_SIZE = 64
@@ -211,6 +212,73 @@ def rms_norm_case(device: torch.device, dtype: torch.dtype, *, tokens: int, size
     return Case(calls, check, partial(rms_norm_reference, inputs[0], weight, 1e-6), num_bytes, 0.0)
 
 
+def project_case(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, size: int, counts: tuple[int, ...], normed: bool
+) -> Case:
+    """Layers that share an input, after a norm; without a norm one layer and the residual."""
+    weight_bytes = sum(counts) * size * dtype.itemsize
+    sets = num_sets(device, weight_bytes)
+    x, residual = _randn(device, dtype, tokens, size), None if normed else _randn(device, dtype, tokens, *counts)
+    weights = [tuple(_randn(device, dtype, count, size, std=size**-0.5) for count in counts) for _ in range(sets)]
+    norm = (1 + _randn(device, dtype, size, std=0.1), 1e-6) if normed else None
+
+    def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        wide = tuple(weight.double() for weight in weights[0])
+        wide_norm = None if norm is None else (norm[0].double(), norm[1])
+        wide_residual = None if residual is None else residual.double()
+        exact = project_reference(x.double(), wide, norm=wide_norm, residual=wide_residual)
+        yield from zip(project(x, weights[0], norm=norm, residual=residual), exact, strict=True)
+
+    calls: list[Callable[[], Any]] = [partial(project, x, w, norm=norm, residual=residual) for w in weights]
+    reference = partial(project_reference, x, weights[0], norm=norm, residual=residual)
+    outputs = tokens * sum(counts) * dtype.itemsize * (1 if normed else 2)
+    num_bytes = weight_bytes + x.numel() * dtype.itemsize + outputs
+    return Case(calls, check, reference, num_bytes, 2.0 * tokens * sum(counts) * size)
+
+
+def gated_project_case(device: torch.device, dtype: torch.dtype, *, tokens: int, size: int, intermediate: int) -> Case:
+    weight_bytes = 2 * intermediate * size * dtype.itemsize
+    x, norm_weight = _randn(device, dtype, tokens, size), 1 + _randn(device, dtype, size, std=0.1)
+    weights = [
+        [_randn(device, dtype, intermediate, size, std=size**-0.5) for _ in range(2)]
+        for _ in range(num_sets(device, weight_bytes))
+    ]
+
+    def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        gate, up = weights[0]
+        exact = gated_project_reference(x.double(), gate.double(), up.double(), norm=(norm_weight.double(), 1e-6))
+        yield gated_project(x, gate, up, norm=(norm_weight, 1e-6)), exact
+
+    calls: list[Callable[[], Any]] = [partial(gated_project, x, *pair, norm=(norm_weight, 1e-6)) for pair in weights]
+    reference = partial(gated_project_reference, x, *weights[0], norm=(norm_weight, 1e-6))
+    num_bytes = weight_bytes + tokens * (size + intermediate) * dtype.itemsize
+    return Case(calls, check, reference, num_bytes, 4.0 * tokens * intermediate * size)
+
+
+def norm_route_case(
+    device: torch.device, dtype: torch.dtype, *, tokens: int, experts: int, size: int, rule: dict[str, Any]
+) -> Case:
+    weight_bytes = experts * size * dtype.itemsize
+    x, norm_weight = _randn(device, dtype, tokens, size), 1 + _randn(device, dtype, size, std=0.1)
+    gates = [_randn(device, dtype, experts, size, std=size**-0.5) for _ in range(num_sets(device, weight_bytes))]
+    bias = _randn(device, torch.float32, experts, std=0.05) if rule["scoring"] == "sigmoid" else None
+    counters = make_counters(device)
+
+    def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        # Sums in another order may swap experts of nearly equal logits, so weights are compared, which are in order.
+        normed, weights, _ = norm_route(x, norm_weight, 1e-6, gates[0], bias, counters=counters, **rule)
+        yield normed, rms_norm_reference(x.double(), norm_weight.double(), 1e-6)
+        exact = norm_route_reference(x, norm_weight, 1e-6, gates[0], bias, **rule)
+        yield weights.sort(-1).values, exact[1].sort(-1).values.double()
+
+    calls: list[Callable[[], Any]] = [
+        partial(norm_route, x, norm_weight, 1e-6, gate, bias, counters=counters, **rule) for gate in gates
+    ]
+    reference = partial(norm_route_reference, x, norm_weight, 1e-6, gates[0], bias, **rule)
+    num_bytes = weight_bytes + tokens * (2 * size * dtype.itemsize + rule["top_k"] * 12)
+    return Case(calls, check, reference, num_bytes, 2.0 * tokens * experts * size)
+
+
 V2_LITE: dict[str, Any] = dict(experts=64, top_k=6, size=2048, intermediate=1408)
 V3: dict[str, Any] = dict(experts=256, top_k=8, size=7168, intermediate=2048)
 V2_LITE_RULE: dict[str, Any] = dict(top_k=6, scoring="softmax", group_score=None, normalize=False, scale=1.0)
@@ -223,6 +291,15 @@ LATENT_POINTS = {
     16: ((1, 1024), (1, 32768), (32, 1024), (32, 8192), (128, 1024), (128, 8192)),
     128: ((1, 32768), (32, 8192), (128, 8192)),
 }
+LAYERS: dict[str, tuple[int, tuple[int, ...], bool]] = {
+    "V2-Lite q and kv_a": (2048, (3072, 576), True),
+    "V2-Lite o": (2048, (2048,), False),
+    "V2-Lite head": (2048, (102400,), True),
+    "V3 q_a and kv_a": (7168, (1536, 576), True),
+    "V3 o": (16384, (7168,), False),
+    "LLM-7B q, k, v": (4096, (4096, 4096, 4096), True),
+}
+"""size, counts, normed of `project_case`"""
 GQA_HEADS = {"LLM-7B": (32, 32), "Qwen-7B": (28, 4), "Llama-70B": (64, 8)}
 GQA_POINTS = ((1, 1024), (32, 1024), (32, 8192))
 
@@ -245,6 +322,17 @@ def gpu_shapes() -> list[Shape]:
         for tokens in (1, 32, 128, 8192):
             build = partial(router_case, tokens=tokens, experts=experts, rule=rule)
             shapes.append(Shape("router", f"{name}, {tokens} tokens", build))
+    for name, model, rule in (("V2-Lite", V2_LITE, V2_LITE_RULE), ("V3", V3, V3_RULE)):
+        for tokens in (1, 8, 32, 128):
+            build = partial(norm_route_case, tokens=tokens, experts=model["experts"], size=model["size"], rule=rule)
+            shapes.append(Shape("norm_route", f"{name}, {tokens} tokens", build))
+    for tokens in (1, 8, 32, 128):
+        for name, (size, counts, normed) in LAYERS.items():
+            build = partial(project_case, tokens=tokens, size=size, counts=counts, normed=normed)
+            shapes.append(Shape("project", f"{name}, {tokens} tokens", build))
+        for name, size, intermediate in (("V2-Lite", 2048, 10944), ("LLM-7B", 4096, 11008)):
+            build = partial(gated_project_case, tokens=tokens, size=size, intermediate=intermediate)
+            shapes.append(Shape("gated_project", f"{name}, {tokens} tokens", build))
     for tokens, size in ((1, 2048), (128, 2048), (8192, 2048), (1, 7168), (8192, 7168)):
         shapes.append(Shape("rms_norm", f"{tokens}x{size}", partial(rms_norm_case, tokens=tokens, size=size)))
     return shapes
@@ -254,7 +342,7 @@ def cpu_shapes() -> list[Shape]:
     """Small shapes that show that the torch implementations are right and how they compare with the references."""
     tiny: dict[str, Any] = dict(experts=16, top_k=4, size=256, intermediate=128)
     latent, gqa, experts = latent_case, partial(gqa_case, heads=8, kv_heads=2), partial(experts_case, **tiny)
-    router = partial(router_case, experts=64, rule=V2_LITE_RULE)
+    router, layer = partial(router_case, experts=64, rule=V2_LITE_RULE), partial(project_case, size=256)
     return [
         Shape("latent_attention", "16 heads, 1x256", partial(latent, heads=16, batch=1, length=256)),
         Shape("latent_attention", "16 heads, 4x256", partial(latent, heads=16, batch=4, length=256)),
@@ -264,9 +352,19 @@ def cpu_shapes() -> list[Shape]:
         Shape("experts", "16 of 256x128, 64 tokens", partial(experts, tokens=64)),
         Shape("router", "V2-Lite, 1 token", partial(router, tokens=1)),
         Shape("router", "V2-Lite, 128 tokens", partial(router, tokens=128)),
+        Shape(
+            "norm_route",
+            "64 x 256, 4 tokens",
+            partial(norm_route_case, tokens=4, experts=64, size=256, rule=V2_LITE_RULE),
+        ),
+        Shape("project", "256 to 384 and 96, 1 token", partial(layer, tokens=1, counts=(384, 96), normed=True)),
+        Shape("project", "256 to 256, 8 tokens", partial(layer, tokens=8, counts=(256,), normed=False)),
+        Shape(
+            "gated_project", "256 to 512, 1 token", partial(gated_project_case, tokens=1, size=256, intermediate=512)
+        ),
         Shape("rms_norm", "1x2048", partial(rms_norm_case, tokens=1, size=2048)),
         Shape("rms_norm", "128x2048", partial(rms_norm_case, tokens=128, size=2048)),
     ]
 
 
-OPS = ("latent_attention", "gqa", "experts", "router", "rms_norm")
+OPS = ("latent_attention", "gqa", "experts", "router", "norm_route", "project", "gated_project", "rms_norm")

@@ -99,7 +99,8 @@ class _Pools:
         self.counters = counters
         self.by_place: dict[tuple[torch.device, int | None], PagePool] = {}
         self.all: list[PagePool] = []
-        self.layers: list[PagedLayer] = []
+        # by number, not by layer object: with a cycle, the memory of a cache would wait for Python's collector
+        self.lengths: dict[int, int] = {}
 
     def at(self, device: torch.device, window: int | None, num_rows: int) -> PagePool:
         if (device, window) not in self.by_place:
@@ -128,9 +129,7 @@ class _Pools:
 
     def trim(self, pool: PagePool) -> None:
         """Give back the pages of `pool` that no layer reaches any more."""
-        pool.trim(
-            max((layer.length for layer in self.layers if layer.is_initialized and layer.pool is pool), default=0)
-        )
+        pool.trim(max((self.lengths[layer] for layer in pool.storages), default=0))
 
     def discard(self, pool: PagePool) -> None:
         self.all.remove(pool)
@@ -148,9 +147,17 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = False
         self.is_sliding = window is not None
         self.window, self.record_past = window, False
-        self.length = 0
         self._layer, self._pools, self._reader = layer, pools, reader
-        pools.layers.append(self)
+        self.length = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens held per row."""
+        return self._pools.lengths[self._layer]
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        self._pools.lengths[self._layer] = tokens
 
     def __repr__(self) -> str:
         return f"PagedLayer(tokens={self.length}, page_size={self._pools.page_size})"
@@ -359,6 +366,23 @@ class PagedCache(DynamicCache):
         """The one pool of all layers. Raises ValueError where layers differ in device or window, or hold nothing."""
         (pool,) = self._pools.all
         return pool
+
+    def open(
+        self, rows: int, sizes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device, count: int
+    ) -> None:
+        """Let every layer that holds nothing yet take `rows` rows of entries; `append` of the layers then works.
+
+        sizes: (heads, key size, value size) of a token's entry, by layer. Raises as a layer's `update` with `count`
+        tokens would, before anything is made.
+        """
+        empty = [pair for pair in zip(self.layers, sizes, strict=True) if not pair[0].is_initialized]
+        for layer, _ in empty:
+            self._pools.check_new(device, layer.window, rows, count)
+        for layer, (heads, key_size, value_size) in empty:
+            layer.lazy_initialization(
+                torch.empty(rows, heads, 0, key_size, dtype=dtype, device=device),
+                torch.empty(rows, heads, 0, value_size, dtype=dtype, device=device),
+            )
 
     def reserve(self, stop: int, ahead: int = 0) -> int:
         """Take pages for the tokens before `stop`, and if they are to be had for `ahead` more; says up to which token.

@@ -72,7 +72,7 @@ class Family:
         raise NotImplementedError(f"{self.model_type} has no router")
 
     def rotation(self, attention: Any, position_embeddings: Any) -> tuple[Any, Any, Any]:
-        """(layout, cos, sin) as `ops.latent_write` or `ops.entry_write` take them, of what the decoder hands its layers."""
+        """(layout, cos, sin) as the ops take them that write entries, of what the decoder hands its layers."""
         if self.attention == "mla":
             raise NotImplementedError(f"{self.model_type} does not say how it rotates")
         cos, sin = position_embeddings  # each [B, S, D], the D / 2 angles twice

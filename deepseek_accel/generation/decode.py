@@ -17,9 +17,9 @@ import torch
 from ..families.base import Family
 from ..versions import cache_argument
 from ..watch import count
-from .graphs import GraphRun, StepGraphs
+from .graphs import POSTS, GraphRun, StepGraphs
 from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Watched, read_model
-from .prefill import View, prefill
+from .prefill import prefill
 from .sampling import MAX_EOS_TOKENS, choice_of, draw
 from .step import Stepper
 
@@ -145,7 +145,7 @@ def _prepare(
     model: Any, loop: Loop, input_ids: torch.Tensor, config: Any, kwargs: dict[str, Any]
 ) -> tuple[Stepper, list[int] | None]:
     """The model read as a straight line, and the first key each row sees (None: all see all). Or `Watched`."""
-    cache = kwargs.get(cache_argument())
+    cache: Any = kwargs.get(cache_argument())
     if not hasattr(cache, "reserve"):
         raise Watched("not a paged cache")
     if not config.use_cache or cache.is_recording:
@@ -244,7 +244,7 @@ class _Sampling:
             if positions is not None:
                 positions = positions[..., -input_ids.shape[1] :]
             first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=input_ids.device)
-            logits = prefill(View(self.model, self.loop.family), input_ids, cache, first, positions)
+            logits = prefill(self.stepper, input_ids, cache, first, positions)
             self._count(1, "layers: fused prefill", "attention: expanded (prefill)")
         else:
             count(self.loop.counters, f"layers: stock prefills ({reason})")
@@ -287,45 +287,43 @@ class _Sampling:
     def _loop(self, input_ids: torch.Tensor, logits: torch.Tensor, steps: Any) -> tuple[torch.Tensor, int]:
         """Choose, look whether that ends it, step; on a GPU look after the next step is launched."""
         lags, latent = logits.device.type == "cuda", self.loop.family.attention == "mla"
-        board = _Board(logits.device, logits.shape[0])
+        board: Any = _Board(logits.device, logits.shape[0])
         unfinished = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-        ids, columns, taken = input_ids, [], 0
         needs_ids = not self._ends_simply() or len(self.processors) > 0
-        tokens = self._choose(ids, logits, unfinished)
-        chosen_by_graph = False
+        columns: list[torch.Tensor] = []
+        ids, produced, taken = input_ids, 0, 0
         while True:
-            columns.append(tokens)
-            if needs_ids:
-                ids = torch.cat((ids, tokens[:, None]), 1)
-            if chosen_by_graph:
-                running = steps.running
-            else:
+            if not taken or not steps.chooses:
+                tokens = self._choose(ids, logits, unfinished)
+                if needs_ids:
+                    ids = torch.cat((ids, tokens[:, None]), 1)
                 unfinished = unfinished & ~self._ended(ids, tokens)
-                running = unfinished.any().view(1)
-            board.post(tokens, running)
-            full = self._is_full(input_ids.shape[1] + len(columns))
+                board.post(tokens, unfinished.any().view(1))
+            produced += 1
+            full = self._is_full(input_ids.shape[1] + produced)
             if full or not lags:
-                going = self._read(board)
+                going = self._read(board, columns)
                 if full or not going:
                     break
             logits = steps.step(tokens, unfinished)
             taken += 1
-            if lags and not self._read(board):
+            if lags and not self._read(board, columns):
                 steps.take_back()
                 taken -= 1
                 break
-            chosen_by_graph = steps.chooses
-            tokens = steps.tokens() if chosen_by_graph else self._choose(ids, logits, unfinished)
+            if steps.chooses:
+                board = steps
         self._count(taken, "layers: fused step", "attention: " + ("absorbed" if latent else "paged"))
         if taken and steps.counter:
             self.loop.counters[steps.counter] += taken
-        return torch.cat((input_ids, torch.stack(columns, 1)), 1), taken
+        return torch.cat((input_ids, _side_by_side(columns, input_ids)), 1), taken
 
-    def _read(self, board: _Board) -> bool:
-        """Whether any row goes on; hands the tokens to the streamer."""
-        tokens, going = board.read(self.streamer is not None)
+    def _read(self, board: Any, columns: list[torch.Tensor]) -> bool:
+        """Take the oldest tokens from the board, for the result and the streamer; whether any row goes on."""
+        tokens, on_host, going = board.read(self.streamer is not None)
+        columns.append(tokens)
         if self.streamer is not None:
-            self.streamer.put(tokens)
+            self.streamer.put(on_host)
         return going
 
     def _choose(self, ids: torch.Tensor, logits: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
@@ -404,11 +402,17 @@ class _Sampling:
                 self.loop.counters[what] += times * each
 
 
+def _side_by_side(columns: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Tokens [B], the first on like's device and the others there or all on the host, as [B, columns]."""
+    first, rest = columns[0].unsqueeze(1), columns[1:]
+    return torch.cat((first, torch.stack(rest, 1).to(like.device)), 1) if rest else first
+
+
 class _Board:
     """Where the device leaves each step's tokens and whether to go on, for the host to read without stopping it."""
 
     def __init__(self, device: torch.device, batch: int) -> None:
-        self._posts: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        self._posts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]] = []
         self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
         if device.type == "cuda":
             self._pinned = [
@@ -422,7 +426,7 @@ class _Board:
     def post(self, tokens: torch.Tensor, running: torch.Tensor) -> None:
         """tokens [B], running [1] bool, on the device."""
         if not self._pinned:
-            self._posts.append((tokens, running, None))
+            self._posts.append((tokens, tokens, running, None))
             return
         kept = self._pinned[0]
         self._pinned.reverse()
@@ -430,14 +434,14 @@ class _Board:
         kept[1].copy_(running, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._posts.append((*kept, event))
+        self._posts.append((tokens, *kept, event))
 
-    def read(self, wants_tokens: bool) -> tuple[torch.Tensor | None, bool]:
-        """The oldest post, once the device has come that far. The tokens are a copy."""
-        tokens, running, event = self._posts.pop(0)
+    def read(self, wants_tokens: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        """The oldest post: tokens where they are, a copy of them on the host if wanted, whether any row goes on."""
+        tokens, on_host, running, event = self._posts.pop(0)
         if event is not None:
             event.synchronize()
-        return (tokens.clone() if wants_tokens else None), bool(running)
+        return tokens, (on_host.clone() if wants_tokens else None), bool(running)
 
 
 class _EagerSteps:
@@ -471,13 +475,16 @@ class _GraphSteps:
         self._generator = torch.cuda.default_generators[run.buffers.tokens.device.index] if samples else None
         self._offset: int | None = None
         self._begun = False
+        self._events = [torch.cuda.Event() for _ in range(POSTS)]
+        self._launched = self._read = 0
 
-    @property
-    def running(self) -> torch.Tensor:
-        return self.run.buffers.running
-
-    def tokens(self) -> torch.Tensor:
-        return self.run.buffers.tokens[: self.run.batch].clone()
+    def read(self, wants_tokens: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        """As `_Board.read`, of what the graph itself posts."""
+        self._events[self._read % POSTS].synchronize()
+        post = self.run.buffers.posts[self._read % POSTS].clone()
+        self._read += 1
+        tokens = post[: self.run.batch]
+        return tokens, tokens, bool(post[-1])
 
     def step(self, tokens: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
         if self.length + 1 > self.reserved:
@@ -488,7 +495,10 @@ class _GraphSteps:
         self.length += 1
         if self._generator is not None and self.chooses:
             self._offset = self._generator.get_offset()
-        return self.run.step(None if self.chooses else tokens)
+        logits = self.run.step(None if self.chooses else tokens)
+        self._events[self._launched % POSTS].record()
+        self._launched += 1
+        return logits
 
     def take_back(self) -> None:
         """The last step does not stand: nor do the random numbers it drew."""

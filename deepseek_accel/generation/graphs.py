@@ -15,12 +15,16 @@ import torch
 import torch.nn.functional as F
 
 from ..ops.advance import advance
+from ..ops.choice import prebuild
 from ..ops.mla_attention import graph_splits
+from ..ops.next_token import next_token
 from ..ops.router import make_counters
 from .reach import Reach
 from .sampling import MAX_EOS_TOKENS, Choice
 from .step import Place, Stepper, head_step, layer_step
 
+POSTS = 4
+"""Steps whose results the host may still have to read; the loop lets it lag by one."""
 MAX_SAMPLING_GRAPHS = 16
 """Graphs with a way of sampling in them are kept for this many ways; the one used longest ago goes first."""
 
@@ -41,12 +45,14 @@ class Buffers:
     live: torch.Tensor
     unfinished: torch.Tensor
     """[B] bool: rows that have not met an end-of-sequence token."""
-    running: torch.Tensor
-    """[1] bool: whether any row is unfinished."""
     eos: torch.Tensor
     """[MAX_EOS_TOKENS] int64, unused ones -1."""
     pad: torch.Tensor
     """[1] int64."""
+    posts: torch.Tensor
+    """[POSTS, B + 1] int64 in pinned memory: each step's tokens and whether any row goes on, for the host to read."""
+    count: torch.Tensor
+    """[1] int32: steps since the call began."""
     counters: torch.Tensor
     """What the router's programs count themselves with; of these buffers alone."""
 
@@ -65,9 +71,10 @@ class Buffers:
             positions=zeros(batch, dtype=torch.int64),
             live=zeros(1),
             unfinished=zeros(batch, dtype=torch.bool),
-            running=zeros(1, dtype=torch.bool),
             eos=zeros(MAX_EOS_TOKENS, dtype=torch.int64).fill_(-1),
             pad=zeros(1, dtype=torch.int64),
+            posts=torch.zeros(POSTS, batch + 1, dtype=torch.int64, pin_memory=device.type == "cuda"),
+            count=zeros(1),
             counters=make_counters(device),
         )
 
@@ -102,9 +109,8 @@ class StepGraphs:
         self._graphs: dict[tuple[int, Any], _Captured] = {}
         self._addresses: torch.Tensor | None = None
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._last_use: torch.cuda.Event | None = None
-        self.bytes_held = 0
-        """Device memory that captures took; all graphs share one pool."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"batch_sizes": self.batch_sizes, "counters": self.counters}
@@ -119,6 +125,13 @@ class StepGraphs:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    def bytes_held(self) -> int:
+        """Device memory of the graphs' shared pool."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == tuple(self._pool))
 
     def bucket(self, batch: int) -> int | None:
         """The smallest size that holds `batch` rows, or None if none does."""
@@ -173,15 +186,18 @@ class StepGraphs:
     def _capture(self, run: GraphRun, choice: Choice | None) -> _Captured:
         """Run the step once with every row idle, so that kernels and libraries are loaded, then record it."""
         device = run.stepper.model.device
-        before = torch.cuda.memory_reserved(device)
-        stream = torch.cuda.Stream(device)
+        if self._stream is None:  # one for all captures: libraries keep a workspace per stream
+            self._stream = torch.cuda.Stream(device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
         buffers, state = run.buffers, torch.cuda.get_rng_state(device)
         with torch.cuda.stream(stream):
-            written = (buffers.live, buffers.tokens, buffers.unfinished, buffers.running)
+            written = (buffers.live, buffers.tokens, buffers.unfinished, buffers.count)
             kept = [tensor.clone() for tensor in written]
             buffers.live.zero_()
+            with prebuild(device):
+                run.record(choice)
             run.record(choice)
             for tensor, value in zip(written, kept, strict=True):
                 tensor.copy_(value)
@@ -192,7 +208,6 @@ class StepGraphs:
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.set_rng_state(state, device)
         self.counters["cuda_graphs: captured"] += 1
-        self.bytes_held += max(0, torch.cuda.memory_reserved(device) - before)
         return _Captured(graph, logits)
 
 
@@ -232,6 +247,7 @@ class GraphRun:
         [batch] bool. eos and pad: used by a graph that chooses."""
         buffers, batch, length = self.buffers, self.batch, self.cache.length
         buffers.live.fill_(batch)
+        buffers.count.zero_()
         buffers.tokens[:batch].copy_(tokens)
         buffers.lengths.zero_()
         buffers.lengths[:batch].fill_(length)
@@ -292,14 +308,14 @@ class GraphRun:
         )
         x = F.embedding(buffers.tokens, model.embedding)
         rotation = stepper.rotation(x.unsqueeze(1), buffers.positions.unsqueeze(1))
-        num_heads = stepper.attention.config.num_attention_heads
+        heads, kv_heads = stepper.num_heads
         reach = Reach(
             buffers.block_table,
             buffers.lengths,
             buffers.block_table.shape[1] * pool.page_size,
             causal=False,
             starts=buffers.starts,
-            num_splits=graph_splits(self.bucket, num_heads, model.device),
+            num_splits=graph_splits(self.bucket, heads, model.device, kv_heads),
         )
         place = Place((self.bucket, 1), rotation, buffers.slots, reach, buffers.live, buffers.counters)
         assert self.graphs._addresses is not None
@@ -308,10 +324,17 @@ class GraphRun:
             x = layer_step(layer, x, _Pages(storage, address), place)
         logits = head_step(model, x)
         if choice is not None:
-            tokens = choice.pick(logits)
-            tokens = torch.where(buffers.unfinished, tokens, buffers.pad)
-            ended = (tokens.unsqueeze(1) == buffers.eos).any(1)
-            buffers.unfinished.logical_and_(~ended)
-            torch.any(buffers.unfinished, dim=0, keepdim=True, out=buffers.running)
-            buffers.tokens.copy_(tokens)
+            greedy = choice.is_greedy
+            if not greedy:
+                buffers.tokens.copy_(choice.pick(logits))
+            next_token(
+                logits if greedy else None,
+                buffers.tokens,
+                buffers.unfinished,
+                buffers.live,
+                buffers.eos,
+                buffers.pad,
+                buffers.posts,
+                buffers.count,
+            )
         return logits

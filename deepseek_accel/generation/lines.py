@@ -275,7 +275,7 @@ def read_model(model: Any, family: Family) -> Model:
         raise Watched("float64")
     layers = []
     for layer in family.layers(model):
-        attention = layer.self_attn  # type: ignore[attr-defined]
+        attention: Any = layer.self_attn
         seam = getattr(attention, "_accel_attention", None)
         if seam is None or why_foreign(attention) is not None:
             raise Watched("the attention's forward is not transformers' own")

@@ -20,10 +20,13 @@ class Choice(NamedTuple):
         """Equal for choices that do the same."""
         return (self.do_sample, *((type(w).__name__, *sorted(vars(w).items())) for w in self.warpers))
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether this is the largest logit and nothing else."""
+        return not self.do_sample and not self.warpers
+
     def pick(self, logits: torch.Tensor) -> torch.Tensor:
         """logits [B, vocabulary] -> token ids [B]."""
-        if not self.do_sample and not self.warpers:
-            return logits.argmax(-1)
         scores = logits.float()
         for warper in self.warpers:
             scores = warper(None, scores)

@@ -43,9 +43,12 @@ class Place:
 
 def layer_step(layer: Layer, x: torch.Tensor, held: Held, place: Place) -> torch.Tensor:
     """x [B * S, D] -> the layer's output, the same shape. The new tokens' entries are written."""
-    attend = latent_attention if isinstance(layer.attention, LatentAttention) else grouped_attention
-    out = attend(layer.attention, layer.norm, x, held, place)  # type: ignore[operator]
-    weight, bias = layer.attention.output
+    attention = layer.attention
+    if isinstance(attention, LatentAttention):
+        out = latent_attention(attention, layer.norm, x, held, place)
+    else:
+        out = grouped_attention(attention, layer.norm, x, held, place)
+    weight, bias = attention.output
     (x,) = project(out.reshape(x.shape[0], -1), (weight,), (bias,), residual=x)
     mlp = layer.mlp
     if isinstance(mlp, Dense):
@@ -106,6 +109,15 @@ class Stepper:
 
     def __init__(self, model: Model, family: Family, attention: Any) -> None:
         self.model, self.family, self.attention = model, family, attention
+
+    @property
+    def num_heads(self) -> tuple[int, int]:
+        """(query heads, heads of cached entries)."""
+        attention = self.model.layers[0].attention
+        heads = attention.output[0].shape[1]
+        if isinstance(attention, LatentAttention):
+            return heads // attention.w_uv.shape[1], 1
+        return heads // attention.head_dim, attention.num_kv_heads
 
     def rotation(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Of positions [B, S], for hidden [B, S, D]."""

@@ -1,7 +1,7 @@
 """Routed and shared experts: by pair for few tokens, by tile for many. The host never waits.
 
-The contract is that of `ops.experts.mixture`. Address arithmetic is in int64: pairs x sizes and expert x sizes pass 2^31
-for V3.
+The contract is that of `ops.experts.mixture`. Address arithmetic is in int64: pairs x sizes and expert x sizes pass
+2^31 for V3.
 """
 
 import torch

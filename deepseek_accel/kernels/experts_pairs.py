@@ -253,7 +253,8 @@ def compile_cases() -> list[tuple]:
                 options = {"num_stages": 3, "capability": capability}
                 fixed = sizes | {"PDL": capability >= 90}
                 blocks = {"BLOCK_I": first.rows, "BLOCK_D": first.columns}
-                add(f"pair_gate_up-{model}-{shared}", pair_gate_up_kernel, fixed | blocks, num_warps=first.warps, **options)
+                name = f"{model}-{shared}"
+                add(f"pair_gate_up-{name}", pair_gate_up_kernel, fixed | blocks, num_warps=first.warps, **options)
                 blocks = {"BLOCK_D": second.rows, "BLOCK_I": second.columns}
-                add(f"pair_down-{model}-{shared}", pair_down_kernel, fixed | blocks, num_warps=second.warps, **options)
+                add(f"pair_down-{name}", pair_down_kernel, fixed | blocks, num_warps=second.warps, **options)
     return cases

@@ -158,13 +158,13 @@ def tile_gate_up_kernel(
     x = hidden + token[:, None] * hidden_stride + inner[None, :]
     gate_base, up_base, stride = gate_up + expert * expert_stride, gate_up + expert * expert_stride, row_stride
     up_base += tl.full([], I, tl.int64) * row_stride
-    if SHARED:
+    if SHARED:  # noqa: SIM102, one is known when it compiles
         if expert >= E:
             gate_base, up_base = shared_gate + (expert - E) * I * D, shared_up + (expert - E) * I * D
             stride = D
     gate_rows = gate_base + safe[:, None] * stride + inner[None, :]
     up_rows = up_base + safe[:, None] * stride + inner[None, :]
-    if SWAP:
+    if SWAP:  # noqa: SIM108
         gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -240,11 +240,11 @@ def tile_down_kernel(
     inner = tl.arange(0, BLOCK_K)
     x = active + sorted_row.to(tl.int64)[:, None] * I + inner[None, :]
     base, stride = down + expert * expert_stride, row_stride
-    if SHARED:
+    if SHARED:  # noqa: SIM102, one is known when it compiles
         if expert >= E:
             base, stride = shared_down + (expert - E) * I, SHARED * I
     rows = base + safe[:, None] * stride + inner[None, :]
-    if SWAP:
+    if SWAP:  # noqa: SIM108
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -335,10 +335,10 @@ def _shared_limit(capability: tuple[int, int]) -> int:
 def choose_tiles(rows_per_expert: float, element_bytes: int, capability: tuple[int, int]) -> tuple[Tile, Tile]:
     """Tiles of the gate-up and the down matmul: as many rows as an expert has, up to 128. Both have the same rows.
 
-    With few rows the weights are what is read: the whole inner dimension streams through deep buffers. fp32 has no tensor
-    core path of full precision: small tiles, whose operands fit in registers. Measured on an H200, V2-Lite with shared
-    experts, in us, and the least that reading at 4.26 TB/s takes: 8 tokens 153 of 150, 32 tokens 258 of 258, 128 tokens
-    283 of 268; 8,192 tokens 497 TFLOP/s.
+    With few rows the weights are what is read: the whole inner dimension streams through deep buffers. fp32 has no
+    tensor core path of full precision: small tiles, whose operands fit in registers. Measured on an H200, V2-Lite with
+    shared experts, in us, and the least that reading at 4.26 TB/s takes: 8 tokens 153 of 150, 32 tokens 258 of 258,
+    128 tokens 283 of 268; 8,192 tokens 497 TFLOP/s.
     """
     swaps = capability >= (9, 0)
     if element_bytes == 4:

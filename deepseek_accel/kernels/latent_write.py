@@ -10,7 +10,7 @@ import triton.language as tl
 from . import launching
 from .combine import aligned, padded, storage_pointer
 
-# Up to this many tokens w_uk is read once or twice, with dependent launch even before the query is there; beyond,
+# Up to this many tokens w_uk is read at most four times, with dependent launch even before the query is there; beyond,
 # torch's batched matrix product is as fast.
 MAX_ABSORBED_TOKENS = 128
 
@@ -34,11 +34,12 @@ def _rotate(x, out, cos, sin, pair, mask, HALF: tl.constexpr, PAIRS_IN: tl.const
 
 @triton.jit
 def _write_entry(
-    token, compressed, norm_weight, cos, sin, storage, address, slots, angle, angle_stride, eps,
-    C: tl.constexpr, HALF: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, PAIRS_IN: tl.constexpr,
-    PAIRS_OUT: tl.constexpr, PDL: tl.constexpr,
+    token, query, compressed, norm_weight, cos, sin, storage, address, slots, q_rope, angle, angle_stride, eps,
+    H: tl.constexpr, N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The entry of one token, whose cos and sin begin at `angle`."""
+    """The entry and the rotated queries of one token, whose cos and sin begin at `angle`."""
     column = tl.arange(0, BLOCK_C)
     pair = tl.arange(0, BLOCK_HALF)
     weight = tl.load(norm_weight + column, mask=column < C, other=0.0).to(tl.float32)
@@ -55,39 +56,32 @@ def _write_entry(
     normal = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / C + eps)).to(value.dtype).to(tl.float32)
     tl.store(page + column, (weight * normal).to(storage.dtype.element_ty), mask=stored)
     _rotate(entry + C, page + C, c, s, pair, pair < tl.where(slot >= 0, HALF, 0), HALF, PAIRS_IN, PAIRS_OUT)
+    head = tl.arange(0, BLOCK_H)[:, None]
+    source = query + (token * H + head) * (N + 2 * HALF) + N
+    target = q_rope + (token * H + head) * (2 * HALF)
+    rotated = (head < H) & (pair < HALF)[None, :]
+    _rotate(source, target, c[None, :], s[None, :], pair[None, :], rotated, HALF, PAIRS_IN, PAIRS_OUT)
 
 
 @triton.jit
 def _absorb(
-    block, head, token, num_tokens, query, cos, sin, w_uk, q_latent, q_rope, angle, angle_stride,
-    uk_head_stride, uk_row_stride,
-    H: tl.constexpr, N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_COLS: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr,
-    ABSORB: tl.constexpr, PDL: tl.constexpr,
+    block, head, token, num_tokens, query, w_uk, q_latent, uk_head_stride, uk_row_stride,
+    H: tl.constexpr, N: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns of one head's absorbed queries, for the tokens of a block; block 0 also rotates."""
+    """One block of columns of one head's absorbed queries [WIDTH wide, N of it absorbed], for a block of tokens."""
     column = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     row = tl.arange(0, BLOCK_N)
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
-    if ABSORB:
-        inside = (row < N)[:, None] & (column < C)[None, :]
-        places = head * uk_head_stride + row[:, None] * uk_row_stride + column[None, :]
-        matrix = tl.load(w_uk + places, mask=inside, other=0.0)
+    inside = (row < N)[:, None] & (column < C)[None, :]
+    places = head * uk_head_stride + row[:, None] * uk_row_stride + column[None, :]
+    matrix = tl.load(w_uk + places, mask=inside, other=0.0)
     launching.wait(PDL)
     exists = (token < num_tokens)[:, None]
-    source = query + ((token * H + head) * (N + 2 * HALF))[:, None]
-    if block == 0:
-        angles = angle[:, None] + pair * angle_stride
-        rotated = exists & (pair < HALF)
-        c = tl.load(cos + angles, mask=rotated, other=0.0).to(tl.float32)
-        s = tl.load(sin + angles, mask=rotated, other=0.0).to(tl.float32)
-        target = q_rope + ((token * H + head) * (2 * HALF))[:, None]
-        _rotate(source + N, target, c, s, pair, rotated, HALF, PAIRS_IN, PAIRS_OUT)
-    if ABSORB:
-        x = tl.load(source + row[None, :], mask=exists & (row < N)[None, :], other=0.0)
-        total = tl.dot(x, matrix, input_precision="ieee").to(q_latent.dtype.element_ty)
-        place = (head * num_tokens + token[:, None]) * C + column[None, :]
-        tl.store(q_latent + place, total, mask=exists & (column < C)[None, :])
+    source = query + ((token * H + head) * WIDTH)[:, None]
+    x = tl.load(source + row[None, :], mask=exists & (row < N)[None, :], other=0.0)
+    total = tl.dot(x, matrix, input_precision="ieee").to(q_latent.dtype.element_ty)
+    place = (head * num_tokens + token[:, None]) * C + column[None, :]
+    tl.store(q_latent + place, total, mask=exists & (column < C)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_queries"], do_not_specialize_on_alignment=["address"])
@@ -116,6 +110,7 @@ def latent_write_kernel(
     C: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,26 +120,27 @@ def latent_write_kernel(
     ABSORB: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs write an entry each; the others do BLOCK_COLS columns of one head for BLOCK_T queries."""
+    """The first programs write an entry and rotate a token's queries each; the others, if ABSORB, absorb them.
+
+    An absorbing program does BLOCK_COLS columns of one head for BLOCK_T tokens.
+    """
     launching.launch_dependents(PDL)
     program = tl.program_id(0)
     if program < num_tokens:
         token = program.to(tl.int64)
         angle = (token // num_queries) * angle_row_stride + (token % num_queries) * angle_query_stride
         _write_entry(
-            token, compressed, norm_weight, cos, sin, storage, address, slots, angle, angle_stride, eps,
-            C, HALF, BLOCK_C, BLOCK_HALF, PAIRS_IN, PAIRS_OUT, PDL,
+            token, query, compressed, norm_weight, cos, sin, storage, address, slots, q_rope, angle, angle_stride, eps,
+            H, N, C, HALF, BLOCK_H, BLOCK_C, BLOCK_HALF, PAIRS_IN, PAIRS_OUT, PDL,
         )  # fmt: skip
-    else:
-        BLOCKS: tl.constexpr = (C + BLOCK_COLS - 1) // BLOCK_COLS if ABSORB else 1
+    elif ABSORB:
+        BLOCKS: tl.constexpr = (C + BLOCK_COLS - 1) // BLOCK_COLS
         part = program - num_tokens
         head = (part // BLOCKS % H).to(tl.int64)
         tokens = (part // BLOCKS // H).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        angles = (tokens // num_queries) * angle_row_stride + (tokens % num_queries) * angle_query_stride
         _absorb(
-            part % BLOCKS, head, tokens, num_tokens, query, cos, sin, w_uk, q_latent, q_rope, angles, angle_stride,
-            uk_head_stride, uk_row_stride,
-            H, N, C, HALF, BLOCK_HALF, BLOCK_N, BLOCK_COLS, PAIRS_IN, PAIRS_OUT, ABSORB, PDL,
+            part % BLOCKS, head, tokens, num_tokens, query, w_uk, q_latent, uk_head_stride, uk_row_stride,
+            H, N, C, N + 2 * HALF, BLOCK_N, BLOCK_COLS, PDL,
         )  # fmt: skip
 
 
@@ -154,10 +150,11 @@ def constants(
 ) -> tuple[Any, ...]:
     """The kernel's constexpr parameters, in order, without PDL."""
     block_n = padded(nope)
-    block_tokens = min(padded(num_tokens), 64)
+    block_tokens = 16 if num_tokens <= 32 else 32
     # as many columns as a thread can hold in few registers while it waits
     columns = min(padded(rank), max(16, 8192 // block_n))
-    blocks = (block_tokens, triton.next_power_of_2(rank), triton.next_power_of_2(half), block_n, columns)
+    block_heads = triton.next_power_of_2(heads)
+    blocks = (block_tokens, block_heads, triton.next_power_of_2(rank), triton.next_power_of_2(half), block_n, columns)
     return (heads, nope, rank, half, *blocks, layout != "halves", layout == "pairs", absorb)
 
 
@@ -185,12 +182,12 @@ def launch(
     if q_rope.numel() == 0:
         return None, q_rope
     fixed = constants(heads, nope, rank, half, layout, absorb, tokens)
-    block_tokens, columns = fixed[4], fixed[8]
-    blocks = -(-rank // columns) if absorb else 1
+    block_tokens, columns = fixed[4], fixed[9]
+    absorbing = -(-tokens // block_tokens) * heads * -(-rank // columns) if absorb else 0
     pdl = launching.uses_pdl(query.device) if pdl is None else pdl
     launching.launch(
         latent_write_kernel,
-        (tokens + -(-tokens // block_tokens) * heads * blocks,),
+        (tokens + absorbing,),
         (
             query.contiguous(),
             compressed.contiguous(),

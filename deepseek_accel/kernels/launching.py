@@ -42,6 +42,14 @@ def launch_dependents(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def prefetch(pointers):
+    """Bring the cache lines of `pointers`, of weights, into the L2. What can be asked for before `wait`, when a loop
+    that loads ahead can only start after it. Not in Triton's interpreter."""
+    address = pointers.to(tl.int64)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
+
+
 @functools.cache
 def uses_pdl(device: torch.device) -> bool:
     """Whether kernels on `device` start with programmatic dependent launch."""

@@ -25,7 +25,7 @@ def _sortable(value):
 
 
 @triton.jit
-def _pack(value, rank):
+def pack(value, rank):
     """The larger value first; of equal values the larger rank. 0 <= rank < 2^31."""
     return (_sortable(value).to(tl.int64) << 32) | rank.to(tl.int64)
 
@@ -46,9 +46,20 @@ def _score(logit, largest, total, SOFTMAX: tl.constexpr):
 
 
 @triton.jit
+def _load_logits(pointers, mask, split_stride, SPLITS: tl.constexpr):
+    """Sums of the SPLITS parts of logits, -inf outside `mask`, read past the L1 cache, since another program may have
+    written them."""
+    logit = tl.load(pointers, mask=mask, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        logit += tl.load(pointers + split * split_stride, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return logit
+
+
+@triton.jit
 def _choose(
     row,  # [BLOCK_T, 1, 1] pointers to the first logit of each token
     bias,  # [E]
+    split_stride,  # int64: between the parts of a logit
     scale,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -61,15 +72,15 @@ def _choose(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Weights and ids [BLOCK_T, BLOCK_K], of which the first K count. Logits are read past the L1 cache, since another
-    program may have written them."""
+    """Weights and ids [BLOCK_T, BLOCK_K], of which the first K count."""
     SIZE: tl.constexpr = E // GROUPS
     group = tl.arange(0, BLOCK_G)
     member = tl.arange(0, BLOCK_S)
     expert = (group[:, None] * SIZE + member[None, :])[None, :, :]  # [1, BLOCK_G, BLOCK_S]
     exists = ((group[:, None] < GROUPS) & (member[None, :] < SIZE))[None, :, :]
-    logit = tl.load(row + expert, mask=exists, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    logit = _load_logits(row + expert, exists, split_stride, SPLITS)
     largest = 0.0
     total = 1.0
     if SOFTMAX:
@@ -81,7 +92,7 @@ def _choose(
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
     rank = E - 1 - tl.where(exists, expert, 0)
-    packed = tl.where(exists, _pack(choice, rank), REMOVED)  # [BLOCK_T, BLOCK_G, BLOCK_S]
+    packed = tl.where(exists, pack(choice, rank), REMOVED)  # [BLOCK_T, BLOCK_G, BLOCK_S]
 
     if TOPK_GROUPS < GROUPS:
         best = tl.max(packed, 2)  # [BLOCK_T, BLOCK_G]
@@ -89,7 +100,7 @@ def _choose(
         if TOP2:
             group_score += _unpack_value(tl.max(tl.where(packed == best[:, :, None], REMOVED, packed), 2))
         real = group[None, :] < GROUPS
-        packed_group = tl.where(real, _pack(group_score, GROUPS - 1 - tl.where(real, group[None, :], 0)), REMOVED)
+        packed_group = tl.where(real, pack(group_score, GROUPS - 1 - tl.where(real, group[None, :], 0)), REMOVED)
         chosen = packed_group != packed_group
         for _ in tl.static_range(TOPK_GROUPS):
             first_group = packed_group == tl.max(packed_group, 1)[:, None]
@@ -105,7 +116,7 @@ def _choose(
         packed = tl.where(packed == first[:, None, None], REMOVED, packed)
 
     pointers = tl.reshape(row, [packed.shape[0], 1]) + ids
-    weight = _score(tl.load(pointers, cache_modifier=".cg").to(tl.float32), largest, total, SOFTMAX)
+    weight = _score(_load_logits(pointers, ids >= 0, split_stride, SPLITS), largest, total, SOFTMAX)
     if NORMALIZE:
         weight = weight / (tl.sum(tl.where(slot < K, weight, 0.0), 1)[:, None] + 1e-20)
     return weight * scale, ids
@@ -113,11 +124,13 @@ def _choose(
 
 @triton.jit
 def route_kernel(
-    logits,  # [T, E]
+    logits,  # [SPLITS, T, E]: parts, summed in order
     bias,  # [E]
+    live,  # [1] int32, used if HAS_LIVE
     weights,  # [T, K] fp32
     indices,  # [T, K] int64
     logits_stride,
+    split_stride,
     scale,
     E: tl.constexpr,
     K: tl.constexpr,
@@ -130,15 +143,35 @@ def route_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launching.launch_dependents(PDL)
     launching.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
-    row = logits + token * logits_stride + tl.zeros([1, 1, 1], tl.int64)
     weight, ids = _choose(
-        row, bias, scale, E, K, GROUPS, TOPK_GROUPS, SOFTMAX, TOP2, HAS_BIAS, NORMALIZE, BLOCK_G, BLOCK_S, BLOCK_K
+        logits + token * logits_stride + tl.zeros([1, 1, 1], tl.int64),
+        bias,
+        split_stride,
+        scale,
+        E,
+        K,
+        GROUPS,
+        TOPK_GROUPS,
+        SOFTMAX,
+        TOP2,
+        HAS_BIAS,
+        NORMALIZE,
+        BLOCK_G,
+        BLOCK_S,
+        BLOCK_K,
+        SPLITS,
     )
+    if HAS_LIVE:
+        idle = token >= tl.load(live)
+        weight = tl.where(idle, 0.0, weight)
+        ids = tl.where(idle, -1, ids)
     slot = tl.arange(0, BLOCK_K)[None, :]
     tl.store(weights + token * K + slot, weight, mask=slot < K)
     tl.store(indices + token * K + slot, ids.to(tl.int64), mask=slot < K)
@@ -209,6 +242,7 @@ def norm_route_kernel(
         weight, ids = _choose(
             logits + last[:, None, None] * E,
             bias,
+            0,
             scale,
             E,
             K,
@@ -221,6 +255,7 @@ def norm_route_kernel(
             BLOCK_G,
             BLOCK_S,
             BLOCK_K,
+            1,
         )
         if HAS_LIVE:
             idle = token[:, None] >= tl.load(live)
@@ -248,13 +283,15 @@ def launch(
     group_score: str | None = "top2",
     normalize: bool,
     scale: float,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens, num_experts = logits.shape
+    """`ops.router.route`, also of logits [splits, T, E] in parts; with `live`, idle tokens as in `norm_route`."""
+    num_tokens, num_experts = logits.shape[-2:]
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens == 0:
         return weights, indices
-    if logits.stride(1) != 1:
+    if logits.stride(-1) != 1:
         logits = logits.contiguous()
     pdl = launching.uses_pdl(logits.device)
     launching.launch(
@@ -263,13 +300,17 @@ def launch(
         (
             logits,
             logits if bias is None else bias.contiguous(),
+            indices if live is None else live,
             weights,
             indices,
+            logits.stride(-2),
             logits.stride(0),
             scale,
         ),
         (
             *_rule(num_experts, bias, top_k, num_groups, topk_groups, scoring, group_score, normalize),
+            len(logits) if logits.dim() == 3 else 1,
+            live is not None,
             pdl,
         ),
         num_warps=1,
@@ -305,11 +346,12 @@ def _rule(
 
 
 def norm_route_tiles(size: int, num_experts: int, num_tokens: int) -> tuple[int, ...]:
-    """BLOCK_E, BLOCK_T and the number of warps."""
+    """BLOCK_E, BLOCK_T and the number of warps, as measured on an H200 with V2-Lite and V3 at 1 to 128 tokens."""
     block_t = min(4, triton.next_power_of_2(num_tokens))
-    warps = min(16, max(1, triton.next_power_of_2(size) // 512))
-    block_e = 1 if num_tokens <= 4 and num_experts <= 132 else 2
-    return (block_e if num_tokens <= 16 else 4), block_t, warps
+    warps = min(8 if num_tokens == 1 else 16, max(1, triton.next_power_of_2(size) // 512))
+    if num_tokens == 1 or (num_tokens <= 4 and num_experts <= 132):
+        return 1, block_t, warps
+    return (2 if num_tokens <= 32 else 8), block_t, warps
 
 
 def launch_norm_route(
@@ -376,7 +418,7 @@ def launch_norm_route(
 
 def compile_cases() -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of V2-Lite's and V3's router."""
-    pointers = {"logits": "*fp32", "bias": "*fp32", "weights": "*fp32", "indices": "*i64"}
+    pointers = {"logits": "*fp32", "bias": "*fp32", "live": "*i32", "weights": "*fp32", "indices": "*i64"}
     v2_lite = {
         "E": 64,
         "K": 6,
@@ -403,12 +445,14 @@ def compile_cases() -> list[tuple]:
         "BLOCK_S": 32,
         "BLOCK_K": 8,
     }
-    signature = pointers | {"logits_stride": "i32", "scale": "fp32"} | dict.fromkeys((*v3, "PDL"), "constexpr")
+    signature = pointers | {"logits_stride": "i32", "split_stride": "i32", "scale": "fp32"}
+    signature |= dict.fromkeys((*v3, "SPLITS", "HAS_LIVE", "PDL"), "constexpr")
+    whole, parts = {"SPLITS": 1, "HAS_LIVE": False}, {"SPLITS": 8, "HAS_LIVE": True}
     options = {"num_warps": 1, "num_stages": 3}
     cases = [
-        ("route-v2-lite", route_kernel, signature, v2_lite | {"PDL": False}, options),
-        ("route-v3", route_kernel, signature, v3 | {"PDL": False}, options),
-        ("route-v3-pdl", route_kernel, signature, v3 | {"PDL": True}, options | {"capability": 90}),
+        ("route-v2-lite", route_kernel, signature, v2_lite | whole | {"PDL": False}, options),
+        ("route-v3", route_kernel, signature, v3 | whole | {"PDL": False}, options),
+        ("route-v3-pdl", route_kernel, signature, v3 | parts | {"PDL": True}, options | {"capability": 90}),
     ]
     names = ("x", "norm_weight", "gate_weight", "bias", "live", "counters", "normed", "logits", "weights", "indices")
     kinds = ("*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*i64")
@@ -416,7 +460,8 @@ def compile_cases() -> list[tuple]:
     for name, rule, size, gate, num_tokens in (
         ("v2-lite", v2_lite, 2048, "*bf16", 1),
         ("v3", v3, 7168, "*fp32", 1),
-        ("v3-128", v3, 7168, "*bf16", 128),
+        ("v3-4", v3, 7168, "*bf16", 4),
+        ("v2-lite-64", v2_lite, 2048, "*bf16", 64),
     ):
         block_e, block_t, num_warps = norm_route_tiles(size, rule["E"], num_tokens)
         fixed = {"D": size, "BLOCK_D": triton.next_power_of_2(size), "BLOCK_E": block_e, "BLOCK_T": block_t}

@@ -1,5 +1,6 @@
 """Which implementation an op uses on a device. Decided once per device, never at a failing call."""
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -37,3 +38,15 @@ def why_not_triton(device: torch.device) -> str | None:
 
 def uses_triton(device: torch.device) -> bool:
     return why_not_triton(device) is None
+
+
+def prebuild(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Within this block ops on `device` build their kernels, many at once, and run none: their results are garbage.
+
+    Run what is to come once in it, so that its first run does not wait for one kernel after the other.
+    """
+    if not uses_triton(device):
+        return contextlib.nullcontext()
+    from ..kernels.launching import prebuild
+
+    return prebuild()

@@ -74,8 +74,9 @@ def latent_attention(
     return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, **parts)
 
 
-# Up to this many rows the parts are projected as they are merged.
-MAX_PROJECTED_TOKENS = 128
+# Up to this many (token, head) pairs the parts are projected as they are merged. Beyond, that every block of values
+# reads all parts again costs more than a launch: torch multiplies then.
+MAX_PROJECTED_ROWS = 512
 
 
 def projected_attention(
@@ -100,7 +101,7 @@ def projected_attention(
     if not uses_triton(storage.device):
         return project_values(latent_attention_reference(*arguments, **visible), w_uv)  # type: ignore[arg-type]
     parts = {"num_splits": num_splits, "address": address}
-    if q_latent.shape[0] * q_latent.shape[1] <= MAX_PROJECTED_TOKENS:
+    if q_latent.shape[:3].numel() <= MAX_PROJECTED_ROWS:
         return _triton_launch()(*arguments, **visible, **parts, w_uv=w_uv)
     return project_values(_triton_launch()(*arguments, **visible, **parts), w_uv)
 
@@ -109,12 +110,12 @@ def projected_attention(
 def graph_splits(batch: int, num_heads: int, device: torch.device, num_kv_heads: int = 1) -> int:
     """`num_splits` for a CUDA graph of `batch` rows of one query each, for any lengths: a power of two.
 
-    num_kv_heads: 1 for latent attention. Twice as many programs as processors, for rows long enough to have that many
-    parts; those of short rows end at once.
+    num_kv_heads: 1 for latent attention. At most one program per processor, for rows long enough to have that many
+    parts; those of short rows end at once. More parts cost more in the merge than they gain, on an H200.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     programs = batch * num_kv_heads * -(-(num_heads // num_kv_heads) // 64)
-    return 1 << (min(128, max(1, 2 * processors // programs)).bit_length() - 1)
+    return 1 << (min(128, max(1, processors // programs)).bit_length() - 1)
 
 
 @functools.cache

@@ -80,7 +80,7 @@ def prefill_attention(
         return Part(out, query.new_full((query.shape[0], query.shape[2], query.shape[1]), -torch.inf).float())
     if not uses_triton(query.device) or query.dtype == torch.float64:
         return attend_by_row(query, key, value, scale, k_shared, causal, starts)
-    if starts is None and takes_cudnn(query, key, value, causal):
+    if starts is None and takes_cudnn(query, key, value):
         return cudnn_attention(query, key, value, scale, k_shared, causal)
     return Part(*_kernel_launch()(query, key, value, scale, k_shared, causal, starts))
 
@@ -110,13 +110,21 @@ def _kernel_launch() -> Any:
     return launch
 
 
-CUDNN_MIN_KEYS = 1 << 62  # set once measured: cuDNN plans anew for every shape
+CUDNN_PIECE = 16384
+"""cuDNN takes parts of one row with so many queries and keys, and no others: it plans anew for every shape.
+
+On an H200 (V2-Lite, 16 heads) a plan costs 75 ms, the first of a process 0.8 s, while the saving against the Triton
+kernel is 12% of attention: over 27 layers 1 ms for 8 x 1,024 tokens, 3 ms for 8,192, about 36 ms for 32,768. A plan for
+the lengths of one prompt never pays off; two plans, that all long prompts share, do after a few of these. Long prompts
+are therefore cut in pieces of this length, see `generation/prefill.py`.
+"""
 
 
-def takes_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+def takes_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether cuDNN's kernel is the faster one here, and takes these sizes."""
     return (
-        key.shape[1] >= CUDNN_MIN_KEYS
+        query.shape[1] == key.shape[1] == CUDNN_PIECE
+        and query.shape[0] == 1
         and query.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(query.device) >= (9, 0)
         and query.shape[3] % 8 == 0
@@ -137,10 +145,19 @@ def cudnn_attention(
     return Part(result[0].transpose(1, 2), result[1].reshape(query.shape[:3]))
 
 
+@functools.cache
+def _parts_kernels() -> Any:
+    from ..kernels import prefill_parts
+
+    return prefill_parts
+
+
 def whole_keys(key: Tensor, k_shared: Tensor | None) -> Tensor:
     """key [B, T, G, N] with the shared part [B, T, R] behind every head's own: [B, T, G, N + R]."""
     if k_shared is None:
         return key
+    if uses_triton(key.device) and key.dtype != torch.float64:
+        return _parts_kernels().launch_whole_keys(key, k_shared)
     return torch.cat((key, k_shared.unsqueeze(2).expand(*key.shape[:3], -1)), -1)
 
 
@@ -235,21 +252,31 @@ def prefill_attention_reference(
 def merge(parts: Any) -> Tensor:
     """The attention over all keys of an iterable of `Part`s, which together hold every key once: [B, S, H, V].
 
-    One part is returned as it is; several are summed in fp32, in order, and one at a time is held. A query that sees
+    One part is returned as it is; several are summed in fp32, in order, and two at a time are held. A query that sees
     no key in any part yields 0.
     """
     parts = iter(parts)
-    first = next(parts)
-    total, lse = first.out, first.lse
-    for out, other in parts:
-        if total.dtype == first.out.dtype:
-            total = total.to(torch.promote_types(total.dtype, torch.float32))
-        together = torch.logaddexp(lse, other)
-        old, new = (_shares(x, together) for x in (lse, other))
-        total = total * old if total is first.out else total.mul_(old)
-        total.addcmul_(out.to(total.dtype), new)
-        lse = together
-    return total.to(first.out.dtype)
+    total, lse = next(parts)
+    dtype = total.dtype
+    on_kernel = uses_triton(total.device) and dtype != torch.float64
+    add = _parts_kernels().launch_merge if on_kernel else add_part_reference
+    part = next(parts, None)
+    while part is not None:
+        following = next(parts, None)  # only the last sum is rounded to the result's dtype
+        target = dtype if following is None else torch.promote_types(dtype, torch.float32)
+        total, lse = add(total, lse, part.out, part.lse, target)
+        part = following
+    return total
+
+
+def add_part_reference(
+    total: Tensor, lse: Tensor, out: Tensor, other: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Two parts as one, out in `dtype`."""
+    wide = torch.promote_types(total.dtype, torch.float32)
+    together = torch.logaddexp(lse, other)
+    merged = total.to(wide) * _shares(lse, together) + out.to(wide) * _shares(other, together)
+    return merged.to(dtype), together
 
 
 def _shares(lse: Tensor, together: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Linear layers of a decode step: the norm before them, several weights that share an input, the residual after."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,12 @@ from .rms_norm import rms_norm, rms_norm_reference
 Norm: TypeAlias = tuple[torch.Tensor, float]
 """The weight [D] and the epsilon of a root mean square norm."""
 
-FEW_TOKENS = 4
-"""Up to here one launch reads each weight once, as dot products; beyond, cuBLAS is faster."""
+DOT_TOKENS = ((16 << 20, 8), (32 << 20, 4))
+"""(bytes of all weights, tokens): up to these, dot products keep up with the memory; larger weights for two tokens.
+
+H200, bf16, us, dot products against norm, cuBLAS and sum. T = 2: 4.9 and 14.2 (q and kv_a of V2-Lite, 15 MB), 97 and
+106 (its head). T = 4: 7.2 and 14.1, 13.6 and 19.4 (V3, 30 MB), but 17.5 and 17.9 (45 MB), 58 and 55 (180 MB), 152 and
+106 (head). T = 8: 12.2 and 14.2, 7.0 and 7.6 (o of V2-Lite, 8 MB)."""
 
 MAX_WEIGHTS = 3
 
@@ -53,20 +57,26 @@ def _check(x: torch.Tensor, weights: Sequence[torch.Tensor], norm: Norm | None) 
         raise ValueError(f"norm must have a weight [{size}] of {x.dtype}, it is {tuple(norm[0].shape)}")
 
 
-def _few(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one launch computes it: few tokens on a GPU, rows one after the other, and no gradient wanted."""
-    return (
-        0 < len(x) <= FEW_TOKENS
-        and _fused(x, tensors)
-        and all(tensor.is_contiguous() for tensor in tensors)
-        and x.stride(1) == 1
-    )
+Form: TypeAlias = Literal["torch", "dots", "matmul"]
 
 
-def _fused(x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+def _form(x: torch.Tensor, weights: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Form:
+    """How it is computed: by torch, wherever a gradient is wanted; on a GPU by `kernels.projection` in one launch, or
+    as the norm, cuBLAS's products and what follows them."""
+    tensors = (x, *weights, *others)
     if x.dtype == torch.float64 or not uses_triton(x.device):
-        return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *tensors)))
+        return "torch"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "torch"
+    if len(x) == 0 or x.stride(1) != 1 or not all(tensor.is_contiguous() for tensor in tensors[1:]):
+        return "matmul"
+    return choose_form(len(x), sum(weight.numel() for weight in weights) * x.element_size())
+
+
+def choose_form(num_tokens: int, num_bytes: int) -> Form:
+    """The faster one for `num_tokens`, not 0, and weights of `num_bytes` in all."""
+    most = next((tokens for limit, tokens in DOT_TOKENS if num_bytes <= limit), 2)
+    return "dots" if num_tokens <= most else "matmul"
 
 
 def project_reference(
@@ -97,8 +107,8 @@ def project(
     at all; norm (weight [D], eps) or None; residual [T, N], only with one weight. All of one dtype. Returns a tuple
     of [T, N_i], contiguous, in that dtype.
 
-    Up to FEW_TOKENS tokens on a GPU are one launch, which computes in fp32 and rounds once, at the end; elsewhere
-    the norm, each product and the sum are rounded one by one, as by stock models.
+    Few tokens on a GPU (`choose_form`) are one launch, which computes in fp32 and rounds once, at the end.
+    Elsewhere the norm, each product and the sum are rounded one by one, as by stock models.
     Source: the linear layers of transformers 5.24 (DeepseekV3Attention, LlamaAttention, Qwen2Attention).
     The kernel has no backward: where a gradient is wanted, torch is used.
     Raises ValueError if shapes or dtypes do not fit together.
@@ -116,12 +126,12 @@ def project(
         if residual.shape != (len(x), len(weights[0])) or residual.dtype != x.dtype:
             raise ValueError(f"residual must be [{len(x)}, {len(weights[0])}] of {x.dtype}")
 
-    given = [b for b in biases if b is not None]
-    parameters = [*weights, *given, *(() if norm is None else norm[:1])]
-    if _few(x, parameters) and (residual is None or not (torch.is_grad_enabled() and residual.requires_grad)):
-        from ..kernels import projection as kernel
+    others = [tensor for tensor in (*biases, residual, None if norm is None else norm[0]) if tensor is not None]
+    form = _form(x, weights, others)
+    if form == "dots":
+        from ..kernels import projection as dots
 
-        return kernel.launch(x, weights, biases, norm, residual)
+        return dots.launch(x, weights, biases, norm, residual)
     normed = x if norm is None else rms_norm(x, *norm)
     if residual is not None:
         return (F.linear(normed, weights[0], biases[0]) + residual,)
@@ -140,8 +150,8 @@ def gated_project(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, norm
     """silu(h gate^T) * (h up^T) with h = rms_norm(x), or x without a norm: the first half of a gated MLP.
 
     x [T, D]; gate and up [I, D]; norm (weight [D], eps) or None; all of one dtype. Returns [T, I] in that dtype.
-    One launch for few tokens, and rounding, as in `project`. For more tokens on a GPU the two products are rounded and
-    one launch does the rest.
+    Launches and rounding as in `project`; with more tokens on a GPU the two products are rounded and one launch does
+    the rest.
     Source: DeepseekV3MLP and LlamaMLP of transformers 5.24, with silu and without biases.
     The kernels have no backward: where a gradient is wanted, torch is used.
     Raises ValueError if shapes or dtypes do not fit together.
@@ -149,14 +159,14 @@ def gated_project(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, norm
     _check(x, (gate, up), norm)
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have one shape, they have {tuple(gate.shape)} and {tuple(up.shape)}")
-    parameters = [gate, up, *(() if norm is None else norm[:1])]
-    if _few(x, parameters):
-        from ..kernels import projection as kernel
+    form = _form(x, (gate, up), () if norm is None else norm[:1])
+    if form == "dots":
+        from ..kernels import projection as dots
 
-        return kernel.launch_gated(x, gate, up, norm)
+        return dots.launch_gated(x, gate, up, norm)
     normed = x if norm is None else rms_norm(x, *norm)
-    if _fused(x, parameters):
-        from ..kernels import projection as kernel
+    if form == "matmul":
+        from ..kernels import projection as dots
 
-        return kernel.launch_silu_mul(F.linear(normed, gate), F.linear(normed, up))
+        return dots.launch_silu_mul(F.linear(normed, gate), F.linear(normed, up))
     return F.silu(F.linear(normed, gate)) * F.linear(normed, up)

@@ -1,6 +1,6 @@
 """Which experts each token uses, and with what weights: the DeepSeek V2 and V3 routers, from logits or norm on."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,8 @@ CASES = [
     (9, 16, 8, 8, 4, "softmax", "max", True, 1.0),  # K equals the experts of the chosen groups: all of them
 ]
 
-ONE_LAUNCH_TOKENS = 512
-"""Up to here `norm_route` is one launch on a GPU; beyond, cuBLAS computes the logits faster."""
+ONE_LAUNCH_TOKENS = 128
+"""`norm_route` never is one launch for more tokens."""
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
@@ -184,6 +184,25 @@ def _without_idle(
     return weights.masked_fill(idle, 0.0), indices.masked_fill(idle, -1)
 
 
+def one_launch_tokens(num_products: int, itemsize: int) -> int:
+    """Up to so many tokens are one launch; `num_products` = E * D. It computes each logit as a dot product.
+
+    Measured on an H200, us, one launch against norm, logits and selection: V2-Lite (2^17) 6.3 of 8.2 at 128 tokens; V3
+    (2^21) with a bf16 gate 6.9 of 7.7 at one and 9.7 of 8.0 at four, with an fp32 gate 13.8 of 17.4 at eight.
+    """
+    return ONE_LAUNCH_TOKENS if num_products <= 1 << 19 else 2 if itemsize == 2 else 8
+
+
+def cublas_is_faster(num_tokens: int, gate_weight: torch.Tensor) -> bool:
+    """Whether logits take cuBLAS in fp32 rather than tensor cores: for a middling number of tokens of a large router.
+
+    V3 on an H200, us, cuBLAS against tensor cores: with a bf16 gate 41 and 52 at 128 tokens, 80 and 24 at 512; with an
+    fp32 gate 34 and 149 at 128, 82 and 54 at 512.
+    """
+    first = 65 if gate_weight.itemsize == 2 else 9
+    return gate_weight.numel() > 1 << 19 and first <= num_tokens < 512
+
+
 def make_counters(device: torch.device) -> torch.Tensor:
     """What `norm_route` counts its programs in, on a GPU: zeros, which it leaves as zeros."""
     return torch.zeros(ONE_LAUNCH_TOKENS, dtype=torch.int32, device=device)
@@ -215,7 +234,7 @@ def norm_route(
     live: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """RMS norm of T tokens, their logits, and `route` of these, in one launch for up to ONE_LAUNCH_TOKENS on a GPU.
+    """RMS norm of T tokens, their logits, and `route` of these: for few tokens on a GPU in one launch, else in three.
 
     x [T, D] and norm_weight [D] of one dtype; gate_weight [E, D] of any floating dtype; the rest as in `route`.
     live: int32 [1] on x's device or None; tokens from live[0] on are idle. They get weights 0 and indices -1.
@@ -238,43 +257,48 @@ def norm_route(
     _check(x.new_empty(0, len(gate_weight)), bias, top_k, num_groups, topk_groups, scoring, group_score)
     tensors = (x, norm_weight, gate_weight)
     wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if (
-        0 < len(x) <= ONE_LAUNCH_TOKENS
-        and uses_triton(x.device)
-        and not wants_gradient
-        and x.dtype != torch.float64
-        and x.stride(1) == 1
-        and gate_weight.is_contiguous()
-        and norm_weight.is_contiguous()
-    ):
+    rule: dict[str, Any] = {
+        "num_groups": num_groups,
+        "topk_groups": topk_groups,
+        "scoring": scoring,
+        "group_score": group_score,
+        "normalize": normalize,
+        "scale": scale,
+    }
+    computed = uses_triton(x.device) and x.dtype != torch.float64 and not wants_gradient
+    most = one_launch_tokens(gate_weight.numel(), gate_weight.itemsize)
+    if computed and 0 < len(x) <= most and x.stride(1) == 1:
         from ..kernels import router as kernel
 
-        return kernel.launch_norm_route(
-            x,
-            norm_weight,
-            eps,
-            gate_weight,
-            bias,
-            top_k,
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            scoring=scoring,
-            group_score=group_score,
-            normalize=normalize,
-            scale=scale,
-            live=live,
-            counters=_counters_of_stream(x.device) if counters is None else counters,
-        )
+        counters = _counters_of_stream(x.device) if counters is None else counters
+        weight, gate_weight = norm_weight.contiguous(), gate_weight.contiguous()
+        return kernel.launch_norm_route(x, weight, eps, gate_weight, bias, top_k, **rule, live=live, counters=counters)
     normed = rms_norm(x, norm_weight, eps)
-    weights, indices = route(
-        F.linear(normed.float(), gate_weight.float()),
-        bias,
-        top_k,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        scoring=scoring,
-        group_score=group_score,
-        normalize=normalize,
-        scale=scale,
-    )
-    return normed, *_without_idle(weights, indices, live)
+    return normed, *route_normed(normed, gate_weight, bias, top_k, **rule, live=live)
+
+
+def route_normed(
+    normed: torch.Tensor,
+    gate_weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    *,
+    live: torch.Tensor | None = None,
+    **rule: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm_route` of tokens that are normalised already: weights [T, K] and indices [T, K].
+
+    As exact as an fp32 product: of 16-bit numbers the tensor cores' products are, and an fp32 weight is three of them.
+    """
+    wants_gradient = torch.is_grad_enabled() and (normed.requires_grad or gate_weight.requires_grad)
+    if uses_triton(normed.device) and normed.dtype != torch.float64 and not wants_gradient and len(normed):
+        from ..kernels import router as kernel
+        from ..kernels import router_logits
+
+        if router_logits.takes(normed.dtype, gate_weight.dtype) and not cublas_is_faster(len(normed), gate_weight):
+            logits = router_logits.launch(normed, gate_weight.contiguous())
+        else:
+            logits = F.linear(normed.float(), gate_weight.float())
+        return kernel.launch(logits, bias, top_k, **rule, live=live)
+    weights, indices = route(F.linear(normed.float(), gate_weight.float()), bias, top_k, **rule)
+    return _without_idle(weights, indices, live)

@@ -26,7 +26,7 @@ class CUDAGraphs(Pass):
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
 
     def __post_init__(self) -> None:
-        sizes = self.batch_sizes
+        sizes: Any = self.batch_sizes
         if isinstance(sizes, (str, int)) or not all(type(size) is int and size > 0 for size in sizes) or not len(sizes):
             raise PlanError(f"batch_sizes must be positive integers, at least one; got {sizes!r}")
         object.__setattr__(self, "batch_sizes", tuple(sorted(set(sizes))))
@@ -50,7 +50,7 @@ class CUDAGraphs(Pass):
 
     def describe(self, model: Any, family: Family) -> dict[str, Any]:
         graphs = vars(model).get("_accel_graphs")
-        return {} if graphs is None else {"graphs": graphs.num_graphs, "graph_bytes": graphs.bytes_held}
+        return {} if graphs is None else {"graphs": graphs.num_graphs, "graph_bytes": graphs.bytes_held()}
 
 
 PASS = CUDAGraphs

@@ -140,11 +140,13 @@ def entry_sizes(attention: Any, family: Family) -> tuple[int, int, int]:
     return heads, attention.head_dim, attention.head_dim
 
 
-def stand_in_for_generate(model: Any, loop: Loop) -> Any:
-    """`generate` with the signature that callers and libraries look at."""
-    stand_in = partial(generate, model, loop=loop)
-    stand_in.__signature__ = inspect.signature(partial(type(model).generate, model))  # type: ignore[attr-defined]
-    return stand_in
+class _Generate(partial):  # type: ignore[type-arg]
+    """Our `generate` of a model, with the signature that callers and libraries look at."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        (model,) = self.args
+        return inspect.signature(partial(type(model).generate, model))
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class FusedLayers(Pass):
         if not hasattr(model, "_prepare_cache_for_generation"):
             return
         loop = Loop(family, context.counters)
-        yield Edit(model, "generate", partial(stand_in_for_generate, model, loop), "generate")
+        yield Edit(model, "generate", partial(_Generate, generate, model, loop=loop), "generate")
 
 
 PASS = FusedLayers

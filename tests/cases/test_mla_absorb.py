@@ -9,8 +9,8 @@ from fixtures import MLA, assert_generates_as, assert_same, count, feed, feed_on
 
 from deepseek_accel import optimize, restore
 from deepseek_accel.cache import paged_cache
-from deepseek_accel.ops.mla_attention import absorb_query, dense_latent_attention, project_values
 from deepseek_accel.generation.lines import absorbed_weights
+from deepseek_accel.ops.mla_attention import absorb_query, dense_latent_attention, project_values
 from deepseek_accel.testing import relative_error, tiny_model
 
 pytest.importorskip("peft")

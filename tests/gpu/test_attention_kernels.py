@@ -195,6 +195,32 @@ def test_graph_follows_lengths_and_tables(case):
     assert torch.equal(out, launch(**inputs)) and (out[1] == 0).all()
 
 
+@pytest.mark.parametrize("splits", [1, 8, 128])
+@pytest.mark.parametrize(
+    "case",
+    [LatentCase((300, 0, 90), 64, 1, 16, 512, 64), GroupedCase((300, 0, 90), 64, 1, 32, 8, 128, 128)],
+    ids=case_name,
+)
+def test_graph_follows_a_storage_that_moves(case, splits):
+    """Captured with an address; then the pages move, the old ones turn NaN, and lengths change."""
+    case_inputs, launch, _ = parts_of(case)
+    inputs = case_inputs(case, torch.bfloat16, "cuda") | {"num_splits": splits}
+    inputs["address"] = torch.tensor([inputs["storage"].data_ptr()], device="cuda")
+    launch(**inputs)
+    torch.cuda.synchronize()
+    torch.use_deterministic_algorithms(False)  # filling memory inside a graph is not what is tested
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch(**inputs)
+    moved = inputs["storage"].clone()
+    inputs["storage"].fill_(float("nan"))
+    inputs["address"].copy_(torch.tensor([moved.data_ptr()]))
+    inputs["lengths"].copy_(torch.tensor([65, 0, 33]))
+    graph.replay()
+    expected = launch(**inputs | {"storage": moved, "address": None})
+    assert out.isfinite().all() and torch.equal(out, expected) and (out[1] == 0).all()
+
+
 def test_second_device():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
