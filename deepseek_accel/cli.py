@@ -224,7 +224,9 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--new-tokens", type=int, default=64, metavar="N", help="per sequence (default 64)")
     _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.add_argument(
-        "--passes", default="all", help="any of attention, experts, layers, kv_cache, comma-separated (default: all)"
+        "--passes",
+        default="all",
+        help="any of attention, experts, layers, kv_cache, cuda_graphs, comma-separated (default: all)",
     )
     command.add_argument("--ablate", action="store_true", help="also each pass alone")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")

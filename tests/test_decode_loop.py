@@ -4,11 +4,13 @@ A loop that runs ahead of its checks shows in how often a processor is called, i
 numbers it used up and in the length of the cache it hands back; one that reuses buffers shows in the outputs it kept.
 """
 
+import contextlib
 import copy
 import functools
 import threading
 import types
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ import transformers
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation import BaseStreamer
 
-from deepseek_accel import models, optimize, report
+from deepseek_accel import families, models, optimize, report
 from deepseek_accel.cache import PagedCache, paged_cache
+from deepseek_accel.generation.graphs import StepGraphs
+from deepseek_accel.generation.lines import read_model
 from deepseek_accel.passes import PASSES
 from deepseek_accel.testing import relative_error, tiny_model
 from deepseek_accel.versions import cache_argument
@@ -696,3 +700,91 @@ def test_what_goes_to_the_stock_loop_is_counted(model_type, options, reason):
     assert len(grown) == 1
     (name,) = grown
     assert "stock" in name and reason in name, f"{name!r} does not say why"
+
+
+# --- where the loop once differed from stock
+
+
+@pytest.mark.parametrize("given", ["model", "positional"])
+def test_stop_strings_of_a_config(given):
+    theirs, ours, tokenizer = with_tokenizer()
+    inputs = tokenizer(["import os"], return_tensors="pt")
+    width = inputs["input_ids"].shape[1]
+    stop = tokenizer.decode(run(theirs, inputs)[0, width + 2 : width + 4])
+    got = []
+    for model in (theirs, ours):
+        own, config = model.generation_config, copy.deepcopy(model.generation_config)
+        config.stop_strings, config.max_new_tokens, config.pad_token_id = [stop], NEW, 0
+        try:
+            if given == "model":
+                model.generation_config = config
+                got.append(model.generate(**inputs, tokenizer=tokenizer).tolist())
+            else:
+                got.append(model.generate(inputs["input_ids"], config, tokenizer=tokenizer).tolist())
+        finally:
+            model.generation_config = own
+    assert got[1] == got[0]
+    assert len(got[0][0]) < width + NEW
+
+
+def test_criteria_get_no_scores_when_only_logits_are_kept():
+    def make():
+        return {"stopping_criteria": [Watch()]}
+
+    *_, theirs, ours = twice("llama", batch(9), make, output_logits=True, return_dict_in_generate=True)
+    assert_same_calls(ours["stopping_criteria"][0].calls, theirs["stopping_criteria"][0].calls)
+
+
+@both_attentions
+def test_a_cache_with_one_layer_reset(model_type):
+    """Whatever the stock loop makes of it: to read one layer's pages where another's are gave tokens without sense."""
+    model, reason = fast(model_type), "layers: stock loop (the layers of the cache were changed one by one)"
+    cache = run(model, batch(23), return_dict_in_generate=True)[CACHE]
+    cache.layers[1].reset()
+    before = report(model).counters.get(reason, 0)
+    with contextlib.suppress(RuntimeError):
+        run(model, batch(40), **{CACHE: cache})
+    assert report(model).counters[reason] == before + 1
+
+
+@both_attentions
+def test_a_cache_whose_layers_left_their_table(model_type):
+    inputs, got = batch(23, 9), []
+    for model in (stock(model_type), fast(model_type)):
+        out = run(model, inputs, return_dict_in_generate=True)
+        for layer in out[CACHE].layers:
+            layer.batch_select_indices(torch.tensor([1, 0]))
+        ids = out.sequences[[1, 0]]
+        mask = torch.ones_like(ids)
+        mask[:, :23] = inputs["attention_mask"][[1, 0]]
+        got.append(run(model, {"input_ids": ids, "attention_mask": mask}, **{CACHE: out[CACHE]}).tolist())
+    assert got[1] == got[0]
+
+
+@pytest.mark.parametrize(("model_type", "option"), [("llama", "num_key_value_heads"), ("deepseek_v3", "kv_lora_rank")])
+def test_a_cache_filled_by_another_model(model_type, option):
+    other = optimize(tiny_model(model_type, **{option: {"llama": 1, "deepseek_v3": 16}[model_type]}), CONFIG)
+    out = run(other, batch(9), return_dict_in_generate=True)
+    held = out[CACHE].get_seq_length()
+    with pytest.raises(ValueError, match="another model"):
+        run(fast(model_type), {"input_ids": out.sequences}, **{CACHE: out[CACHE]})
+    assert out[CACHE].get_seq_length() == held
+    run(other, {"input_ids": out.sequences}, **{CACHE: out[CACHE]})
+
+
+@both_attentions
+def test_graphs_of_a_model_that_left_the_gpu(model_type):
+    model = optimize(tiny_model(model_type), CONFIG)
+    vars(model)["_accel_graphs"] = StepGraphs((1, 2), Counter())
+    assert run(model, batch(9)).tolist() == run(stock(model_type), batch(9)).tolist()
+
+
+def test_other_rotary_frequencies_are_another_model():
+    """A graph reads them where they were when it was captured."""
+    model = optimize(tiny_model("llama"), CONFIG)
+    identity = read_model(model, families.find(model)).identity()
+    assert read_model(model, families.find(model)).identity() == identity
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+    changed = read_model(model, families.find(model)).identity()
+    model.model.rotary_emb.attention_scaling = 2.0
+    assert len({identity, changed, read_model(model, families.find(model)).identity()}) == 3

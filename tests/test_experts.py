@@ -97,6 +97,36 @@ def test_one_token_with_some_dropped(dtype):  # the kept weights are not the fir
     assert is_close(fused_experts(*inputs), inputs)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_mixture_is_the_sum_of_its_parts(num_tokens, num_shared, dtype):
+    inputs = with_dropped(make((num_tokens, 16, 4, 24, 12), dtype))
+    if num_tokens == 1:  # `with_dropped` drops all of its only token; here two of four are left, not the first ones
+        inputs[1][0] = torch.tensor([16, 3, -1, 5])
+        inputs[2][0] = torch.tensor([torch.nan, 0.5, torch.nan, 0.25])
+        inputs[3].nan_to_num_(nan=0.1)
+        inputs[4].nan_to_num_(nan=0.1)
+    generator = torch.Generator().manual_seed(1)
+    size = num_shared * 12
+    gate, up, down = (torch.randn(s, generator=generator) * 0.3 for s in ((size, 24), (size, 24), (24, size)))
+    shared = tuple(weight.to(dtype) for weight in (gate, up, down)) if num_shared else None
+    residual = torch.randn(num_tokens, 24, generator=generator).to(dtype)
+    given = residual.clone()
+    routed = by_formula(*inputs)
+    for ids in (inputs[1], torch.full_like(inputs[1], -1)):  # and every pair dropped: shared experts and residual stay
+        expected = residual.double() + (routed if ids is inputs[1] else 0)
+        if shared is not None:
+            hidden, gate, up, down = (tensor.double() for tensor in (inputs[0], *shared))
+            expected = expected + (torch.nn.functional.silu(hidden @ gate.T) * (hidden @ up.T)) @ down.T
+        ours = mixture(inputs[0], ids, *inputs[2:], shared, residual)
+        assert ours.dtype == dtype and ours.shape == residual.shape
+        error = (ours.double() - expected).abs().max().item()
+        assert error <= 8 * torch.finfo(dtype).eps * expected.abs().max().item()
+        assert torch.equal(residual, given) and ours.data_ptr() != residual.data_ptr()  # the caller's is not written
+
+
 def stock_experts(inputs, implementation):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts

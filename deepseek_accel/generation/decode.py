@@ -15,16 +15,21 @@ from typing import Any
 import torch
 
 from ..families.base import Family
+from ..ops.choice import prebuild, why_not_triton
 from ..versions import cache_argument
 from ..watch import count
 from .graphs import POSTS, GraphRun, StepGraphs
-from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Watched, read_model
-from .prefill import prefill
+from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, read_model
+from .prefill import entry_sizes, prefill
 from .sampling import MAX_EOS_TOKENS, choice_of, draw
 from .step import Stepper
 
 AHEAD = 64
 """Tokens per row for which pages are taken at once."""
+
+
+BUILD_TOKENS = 8192
+"""The largest prompt that kernels are built with; larger ones use the same."""
 
 
 @dataclass
@@ -33,6 +38,11 @@ class Loop:
 
     family: Family
     counters: Counter[str]
+    built: set[tuple[Any, ...]] = field(default_factory=set)
+    """Kinds of prompts whose kernels this process has built."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"built": set()}
 
 
 def generate(model: Any, *args: Any, loop: Loop, **kwargs: Any) -> Any:
@@ -41,7 +51,7 @@ def generate(model: Any, *args: Any, loop: Loop, **kwargs: Any) -> Any:
     if reason := why_stock_loop(model, loop, args, kwargs):
         count(loop.counters, f"layers: stock loop ({reason})")
         return stock(model, *args, **kwargs)
-    kwargs = _with_stop_strings(kwargs)
+    kwargs = _with_stop_strings(model, args, kwargs)
     streamer = kwargs.pop("streamer", None)
     if streamer is not None:
         kwargs["streamer"] = streamer  # `generate` puts the prompt; a callable gets no streamer of its own
@@ -51,6 +61,7 @@ def generate(model: Any, *args: Any, loop: Loop, **kwargs: Any) -> Any:
 def why_stock_loop(model: Any, loop: Loop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why this call of `generate` is left to transformers, from its arguments alone."""
     from transformers import GenerationMixin
+    from transformers.generation import utils
     from transformers.generation.utils import GenerationMode
 
     if kwargs.get("custom_generate") is not None:
@@ -59,6 +70,8 @@ def why_stock_loop(model: Any, loop: Loop, args: tuple[Any, ...], kwargs: dict[s
         return "an assistant or batched generation"
     if kwargs.get("synced_gpus") or len(args) > 2:
         return "synced_gpus or positional arguments"
+    if utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model):
+        return "weights sharded over processes"
     if model.device.type == "meta":
         return "offloaded weights"
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(model.device.type):
@@ -99,13 +112,14 @@ NOT_OF_THE_CONFIG = (
 )
 
 
-def _with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_stop_strings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """`kwargs` with stop strings as a stopping criterion: a callable `custom_generate` makes `generate` lose the
     tokenizer that it would make one with."""
     from transformers import StoppingCriteriaList, StopStringCriteria
 
-    config = kwargs.get("generation_config")
-    strings = kwargs.get("stop_strings", getattr(config, "stop_strings", None))
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    known = [config.stop_strings for config in (given, model.generation_config) if config is not None]
+    strings = kwargs.get("stop_strings", next((found for found in known if found is not None), None))
     if strings is None:
         return kwargs
     kwargs = dict(kwargs)
@@ -155,6 +169,8 @@ def _prepare(
     if model.training:
         raise Watched("training mode")
     line = read_model(model, loop.family)
+    if reason := _why_not_cache(cache, line):
+        raise Watched(reason)
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
         raise Watched(f"{parameters['rope_type']} rotary embeddings")
@@ -177,8 +193,25 @@ def _prepare(
     return Stepper(line, loop.family, attention), starts
 
 
-def why_no_graph(graphs: StepGraphs, batch: int) -> str | None:
-    """Why no graph can run `batch` rows now, or None, and then the lease on the graphs is held."""
+def _why_not_cache(cache: Any, line: Model) -> str | None:
+    """Why the straight line cannot write into this cache, or None. All layers write where the first one does."""
+    if len(cache.layers) != len(line.layers) or any(layer.window is not None for layer in cache.layers):
+        return "the cache was made for another model"
+    pairs = zip(cache.layers, line.layers, strict=True)
+    held = [(layer, entry_sizes(step.attention)) for layer, step in pairs if layer.is_initialized]
+    if any((layer.num_heads, layer.key_dim, layer.value_dim) != sizes for layer, sizes in held):
+        return "the cache holds entries of another shape"
+    if any((layer.device, layer.dtype) != (line.device, line.dtype) for layer, _ in held):
+        return "the cache is elsewhere or of another dtype"
+    if len({layer.length for layer in cache.layers}) > 1 or len({id(layer.pool) for layer, _ in held}) > 1:
+        return "the layers of the cache were changed one by one"
+    return None
+
+
+def why_no_graph(graphs: StepGraphs, batch: int, device: torch.device) -> str | None:
+    """Why no graph can run `batch` rows on `device` now, or None, and then the lease on the graphs is held."""
+    if why_not_triton(device) is not None:
+        return f"the model is on {device} now"
     if graphs.bucket(batch) is None:
         return f"batch of {batch}"
     if torch.cuda.is_current_stream_capturing():
@@ -238,12 +271,15 @@ class _Sampling:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits [B, vocabulary] of the last position, position ids [B] of the next). Fills `cache`."""
         positions = kwargs.get("position_ids")
+        if positions is not None:
+            positions = positions.to(self.stepper.model.device)  # as the mask they come from, they may be on the host
         following = None if positions is None else positions[..., -1] + 1
         if (reason := self._why_stock_prefill(input_ids, kwargs)) is None:
             input_ids = input_ids[:, _cached(input_ids, self.config, kwargs) :]
             if positions is not None:
                 positions = positions[..., -input_ids.shape[1] :]
             first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=input_ids.device)
+            self._build_prefill(input_ids, cache, first, positions)
             logits = prefill(self.stepper, input_ids, cache, first, positions)
             self._count(1, "layers: fused prefill", "attention: expanded (prefill)")
         else:
@@ -252,6 +288,28 @@ class _Sampling:
         if following is None:
             following = torch.tensor(cache.length, device=logits.device)
         return logits, following.expand(len(logits)).clone()
+
+    def _build_prefill(
+        self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> None:
+        """On a GPU, build the kernels of prompts of about this size at once, if they have not been needed before.
+
+        What is not ours runs for real, so that a long prompt is built for by its beginning.
+        """
+        past, (batch, count) = cache.get_seq_length(), input_ids.shape
+        size = (past > 0, batch > 1, (batch * count).bit_length(), starts is not None)
+        if why_not_triton(input_ids.device) is not None or size in self.loop.built:
+            return
+        most = max(1, BUILD_TOKENS // batch)
+        with prebuild(input_ids.device):
+            prefill(
+                self.stepper, input_ids[:, :most], cache, starts, None if positions is None else positions[..., :most]
+            )
+        if past:
+            cache.commit(past)
+        else:
+            cache.reset()
+        self.loop.built.add(size)
 
     def _why_stock_prefill(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
         if kwargs.get("inputs_embeds") is not None:
@@ -271,7 +329,7 @@ class _Sampling:
         """(all token ids, how many steps stand)."""
         batch = logits.shape[0]
         graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
-        if graphs is None or (reason := why_no_graph(graphs, batch)) is not None:
+        if graphs is None or (reason := why_no_graph(graphs, batch, logits.device)) is not None:
             if graphs is not None:
                 count(self.loop.counters, f"cuda_graphs: eager loop ({reason})")
             return self._loop(input_ids, logits, _EagerSteps(self.stepper, cache, positions, starts))
@@ -279,10 +337,12 @@ class _Sampling:
             simple = self._ends_simply() and not self._keeps_scores()
             choice = choice_of(self.processors, self._samples()) if simple else None
             run = graphs.run(self.stepper, batch, cache, starts or [0] * batch, choice)
-            steps = _GraphSteps(run, positions, self._eos(), self._pad(), self._samples())
+            # a graph that does not choose needs no end tokens, and there may be more than it has room for
+            eos = [] if choice is None else self._eos()
+            steps = _GraphSteps(run, positions, eos, self._pad(), self._samples())
             return self._loop(input_ids, logits, steps)
         finally:
-            graphs.release()
+            graphs.release(self.stepper.model.device)
 
     def _loop(self, input_ids: torch.Tensor, logits: torch.Tensor, steps: Any) -> tuple[torch.Tensor, int]:
         """Choose, look whether that ends it, step; on a GPU look after the next step is launched."""
@@ -350,7 +410,8 @@ class _Sampling:
     def _ended(self, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[B] bool: the rows that these tokens end, the limits of `_is_full` aside."""
         if not self._ends_simply():
-            ended: torch.Tensor = self.criteria(ids, tuple(self.scores) if self._keeps_scores() else None)
+            keeps = self.config.return_dict_in_generate and self.config.output_scores
+            ended: torch.Tensor = self.criteria(ids, tuple(self.scores) if keeps else None)
             return ended
         ended = torch.zeros_like(tokens, dtype=torch.bool)
         for criterion in self.criteria:
@@ -433,7 +494,7 @@ class _Board:
         kept[0].copy_(tokens, non_blocking=True)
         kept[1].copy_(running, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(tokens.device))  # the current device may be another one
         self._posts.append((tokens, *kept, event))
 
     def read(self, wants_tokens: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
@@ -496,7 +557,7 @@ class _GraphSteps:
         if self._generator is not None and self.chooses:
             self._offset = self._generator.get_offset()
         logits = self.run.step(None if self.chooses else tokens)
-        self._events[self._launched % POSTS].record()
+        self._events[self._launched % POSTS].record(torch.cuda.current_stream(logits.device))
         self._launched += 1
         return logits
 

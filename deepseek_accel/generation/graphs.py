@@ -25,8 +25,9 @@ from .step import Place, Stepper, head_step, layer_step
 
 POSTS = 4
 """Steps whose results the host may still have to read; the loop lets it lag by one."""
-MAX_SAMPLING_GRAPHS = 16
-"""Graphs with a way of sampling in them are kept for this many ways; the one used longest ago goes first."""
+MAX_CHOOSING_GRAPHS = 16
+"""So many graphs that choose the next token themselves are kept, over all buckets and ways; the one used longest ago
+goes first."""
 
 
 @dataclass
@@ -104,13 +105,18 @@ class StepGraphs:
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
+        self._last_use: torch.cuda.Event | None = None
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._last_use is not None:
+            self._last_use.synchronize()  # a step that still runs posts into buffers that go now
         self._identity: Any = None
         self._buffers: dict[int, Buffers] = {}
         self._graphs: dict[tuple[int, Any], _Captured] = {}
         self._addresses: torch.Tensor | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._last_use: torch.cuda.Event | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"batch_sizes": self.batch_sizes, "counters": self.counters}
@@ -140,26 +146,30 @@ class StepGraphs:
     def try_lease(self) -> bool:
         return self._lock.acquire(blocking=False)
 
-    def release(self) -> None:
-        self._last_use = torch.cuda.Event()
-        self._last_use.record()
-        self._lock.release()
+    def release(self, device: torch.device) -> None:
+        """Give the lease back, after work on the current stream of `device`, the model's."""
+        try:
+            self._last_use = torch.cuda.Event()
+            self._last_use.record(torch.cuda.current_stream(device))
+        finally:
+            self._lock.release()
 
     def run(self, stepper: Stepper, batch: int, cache: Any, starts: list[int], choice: Choice | None) -> GraphRun:
         """Set the buffers up for a `generate` of `batch` rows whose prompt `cache` holds. Needs the lease."""
+        device = stepper.model.device
         if self._last_use is not None:
-            torch.cuda.current_stream().wait_event(self._last_use)  # the last call may have run on another stream
+            # the last call may have run on another stream
+            torch.cuda.current_stream(device).wait_event(self._last_use)
         bucket = self.bucket(batch)
         assert bucket is not None
-        identity = (stepper.model.identity(), cache.page_size)
+        identity = (device, stepper.model.identity(), cache.page_size)
         if identity != self._identity:
-            self._graphs.clear()
-            self._buffers.clear()
+            self._drop()
             self._identity = identity
         with torch.inference_mode(False), torch.no_grad():
             if self._addresses is None:
                 size = len(stepper.model.layers)
-                self._addresses = torch.zeros(size, dtype=torch.int64, device=stepper.model.device)
+                self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
                 self._pool = torch.cuda.graph_pool_handle()
             return GraphRun(self, stepper, bucket, batch, cache, starts, choice)
 
@@ -177,7 +187,7 @@ class StepGraphs:
         found = self._graphs.pop(key, None)
         if found is None:
             sampling = [known for known in self._graphs if known[1] is not None]
-            if choice is not None and len(sampling) >= MAX_SAMPLING_GRAPHS:
+            if choice is not None and len(sampling) >= MAX_CHOOSING_GRAPHS:
                 del self._graphs[sampling[0]]
             found = self._capture(run, choice)
         self._graphs[key] = found  # the last one used stands last
@@ -203,10 +213,12 @@ class StepGraphs:
                 tensor.copy_(value)
             stream.synchronize()
             # other threads may go on using the device while this one records
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                logits = run.record(choice)
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                    logits = run.record(choice)
+            finally:
+                torch.cuda.set_rng_state(state, device)
         torch.cuda.current_stream(device).wait_stream(stream)
-        torch.cuda.set_rng_state(state, device)
         self.counters["cuda_graphs: captured"] += 1
         return _Captured(graph, logits)
 
@@ -268,7 +280,9 @@ class GraphRun:
         table = pool.block_table()
         if table.shape[1] > self.buffers.block_table.shape[1]:
             old = self.buffers
-            self.buffers = self.graphs.buffers(self.bucket, self._most_pages(), self.stepper.model.device)
+            device = self.stepper.model.device
+            self.buffers = self.graphs.buffers(self.bucket, self._most_pages(), device)
+            torch.cuda.current_stream(device).synchronize()  # a step that still runs posts into the old buffers
             for name, value in vars(old).items():
                 if name != "block_table":
                     getattr(self.buffers, name).copy_(value)

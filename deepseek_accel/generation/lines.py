@@ -242,12 +242,15 @@ class Model(NamedTuple):
 
 def _leaves(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        yield (value.data_ptr(), value.dtype, tuple(value.shape))
+        yield (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
     elif isinstance(value, tuple):
         for part in value:
             yield from _leaves(part)
+    elif isinstance(value, nn.Module):  # the rotary embedding, whose frequencies and scaling a graph keeps too
+        yield id(value), getattr(value, "attention_scaling", None)
+        yield from _leaves(tuple(value.buffers()))
     else:
-        yield value if not isinstance(value, nn.Module) else id(value)
+        yield value
 
 
 # Rotary embeddings of these kinds ask the host how long the longest row is, and change with it.

@@ -141,10 +141,10 @@ def choose_tile(tokens: int, heads: int, values: int, width: int, num_splits: in
     elif heads > 32:
         block_tokens, block_values = 1, 64
     else:
-        block_tokens, block_values = (1, 16) if tokens < 2 else (1, 32) if tokens < 5 else (2, 32)
+        block_tokens, block_values = (1, 16) if tokens <= 2 else (2, 32)
     block_values = min(padded(values), block_values)
     at_once = max(1, (16384 if block_tokens > 1 else 8192) // (block_tokens * padded(width)))
-    num_warps = 16 if block_tokens >= 16 or block_values * padded(width) > 16384 else 8
+    num_warps = 16 if block_tokens >= 16 or block_values * padded(width) > 16384 else 4 if tokens <= 2 else 8
     return Tile(block_tokens, block_values, min(splits, at_once), num_warps)
 
 

@@ -337,8 +337,9 @@ def choose_tiles(rows_per_expert: float, element_bytes: int, capability: tuple[i
 
     With few rows the weights are what is read: the whole inner dimension streams through deep buffers. fp32 has no
     tensor core path of full precision: small tiles, whose operands fit in registers. Measured on an H200, V2-Lite with
-    shared experts, in us, and the least that reading at 4.26 TB/s takes: 8 tokens 153 of 150, 32 tokens 258 of 258,
-    128 tokens 283 of 268; 8,192 tokens 497 TFLOP/s.
+    shared experts, in us, and the least that reading at 4.26 TB/s takes: 8 tokens 153 of 150, 32 tokens 258 of 258, 512
+    tokens 329 and 1,024 tokens 409 of 268; 8,192 tokens 497 TFLOP/s. At 128 tokens these two tiles were not measured
+    together: with the same gate-up tile and a narrower down tile 284 of 268.
     """
     swaps = capability >= (9, 0)
     if element_bytes == 4:

@@ -18,6 +18,9 @@ CASES = [
     (150, 2, 1, 16, 48),  # several tiles per expert
 ]
 
+_WIDE = (torch.float32, torch.float64)
+"""Dtypes in which a sum may be rounded after every addend."""
+
 
 def _check(
     hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
@@ -57,23 +60,33 @@ def fused_experts_reference(
 
 
 def _one_token(
-    hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    total: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`grouped_experts` for T = 1: no sort, and as few torch calls as possible, whose overhead is most of the time."""
+    """`grouped_experts` for T = 1: no sort, and as few torch calls as possible, whose overhead is most of the time.
+
+    total [D]: what the sum starts from, in hidden's dtype; fp32 and fp64 only, and written to.
+    """
     num_experts = gate_up.shape[0]
     chosen: list[int] = indices[0].tolist()
     kept = [slot for slot, expert in enumerate(chosen) if 0 <= expert < num_experts]
     if not kept:
-        return torch.zeros_like(hidden)
+        return torch.zeros_like(hidden) if total is None else total.unsqueeze(0)
     experts = [chosen[slot] for slot in kept]
     scales = weights[0] if len(kept) == len(chosen) else weights[0, kept]
-    if hidden.dtype in (torch.float32, torch.float64):
+    if hidden.dtype in _WIDE:
         row = hidden[0]
         gate, up = torch.stack([torch.mv(gate_up[expert], row) for expert in experts]).chunk(2, dim=-1)
         # `down` is linear, so the weights may scale its input; in these dtypes that costs no precision.
-        active = (F.silu(gate) * up * scales.to(hidden.dtype).unsqueeze(1)).unbind(0)
-        total = torch.mv(down[experts[0]], active[0])
-        for expert, value in zip(experts[1:], active[1:], strict=True):
+        active = F.silu(gate).mul_(up).mul_(scales.unsqueeze(1)).unbind(0)
+        if total is None:
+            total = torch.mv(down[experts[0]], active[0])
+            experts, active = experts[1:], active[1:]
+        for expert, value in zip(experts, active, strict=True):
             total = total.addmv_(down[expert], value)
         return total.unsqueeze(0)
     gate, up = torch.cat([F.linear(hidden, gate_up[expert]) for expert in experts]).chunk(2, dim=-1)
@@ -195,6 +208,15 @@ def mixture(
             shared[0].shape[0] % down.shape[2] == 0 and all(weight.is_contiguous() for weight in shared)
         ):
             return kernel.launch(hidden, indices, weights, gate_up, down, shared, residual)
+    if hidden.shape[0] == 1 and hidden.dtype in _WIDE and not torch.is_grad_enabled():
+        _check(hidden, indices, weights, gate_up, down)
+        if shared is None:
+            total = residual[0].clone()
+        else:
+            gate, up, shared_down = shared
+            active = F.silu(torch.mv(gate, hidden[0]), inplace=True).mul_(torch.mv(up, hidden[0]))
+            total = torch.addmv(residual[0], shared_down, active)
+        return _one_token(hidden, indices, weights, gate_up, down, total)
     out = residual + fused_experts(hidden, indices, weights, gate_up, down)
     if shared is None:
         return out

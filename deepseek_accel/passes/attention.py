@@ -255,14 +255,17 @@ class Attention(Pass):
         yield Note(implementation(family, context, next(model.parameters()).device))
 
 
+PREFILL = "prefill of single layers: stock"
+
+
 def implementation(family: Family, context: Context, device: torch.device) -> str:
     """How attention will run, for the plan."""
     why = why_not_triton(device)
     if why is None and (family.extra_cache or not context.has("kv_cache")):
         why = "the kernels read pages, which the kv_cache pass makes"
     if family.attention == "mla":
-        return f"decoding: {'Triton kernels' if why is None else f'absorbed, in torch ({why})'}; prefill: stock"
-    return "decoding: Triton kernels; prefill: stock" if why is None else f"stock attention on gathered keys ({why})"
+        return f"decoding: {'Triton kernels' if why is None else f'absorbed, in torch ({why})'}; {PREFILL}"
+    return f"decoding: Triton kernels; {PREFILL}" if why is None else f"stock attention on gathered keys ({why})"
 
 
 PASS = Attention
