@@ -52,9 +52,7 @@ def generate(model: Any, *args: Any, loop: Loop, **kwargs: Any) -> Any:
         count(loop.counters, f"layers: stock loop ({reason})")
         return stock(model, *args, **kwargs)
     kwargs = _with_stop_strings(model, args, kwargs)
-    streamer = kwargs.pop("streamer", None)
-    if streamer is not None:
-        kwargs["streamer"] = streamer  # `generate` puts the prompt; a callable gets no streamer of its own
+    streamer = kwargs.get("streamer")  # `generate` puts the prompt to it; a callable gets none of its own
     return stock(model, *args, **kwargs, custom_generate=partial(sample_loop, loop=loop, out=streamer))
 
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launching
+from . import choices, launching
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 128
@@ -124,7 +124,7 @@ def least_blocks(num_programs: int, processors: int) -> int:
     return 1 if 8 * num_programs <= processors else 2
 
 
-@functools.cache
+@choices.by_device
 def launch_options(
     capability: tuple[int, int], num_rows: int, page_size: int, key_width: int, value_width: int, element_size: int
 ) -> LaunchOptions:

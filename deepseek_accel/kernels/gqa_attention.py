@@ -15,7 +15,6 @@ from deepseek_accel.kernels.combine import (
     LOG2_E,
     Launch,
     LaunchOptions,
-    capability_of,
     choose_splits,
     combine_launch,
     compile_case,
@@ -145,7 +144,7 @@ def plan(
     batch, num_queries, heads, head_dim = query.shape
     group, page_size = heads // num_kv_heads, storage.shape[1]
     options = options or launch_options(
-        capability or capability_of(storage.device),
+        capability or storage.device,
         num_queries * group,
         page_size,
         padded(head_dim) + padded(value_dim),

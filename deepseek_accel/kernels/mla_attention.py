@@ -15,7 +15,6 @@ from deepseek_accel.kernels.combine import (
     LOG2_E,
     Launch,
     LaunchOptions,
-    capability_of,
     choose_splits,
     combine_launch,
     compile_case,
@@ -153,7 +152,7 @@ def plan(
     page_size, rope = storage.shape[1], q_rope.shape[3]
     num_rows = num_queries * heads
     options = options or launch_options(
-        capability or capability_of(storage.device),
+        capability or storage.device,
         num_rows,
         page_size,
         padded(latent_rank) + padded(rope),

@@ -51,16 +51,3 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dtype == weight.dtype == torch.float32:
         return F.rms_norm(x, (size,), weight, eps)
     return weight * F.rms_norm(x.float(), (size,), None, eps).to(x.dtype)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), for x and residual [..., D] of one dtype, where no gradient is wanted.
-
-    The sum is rounded to x's dtype before it is normalised, as when the two steps are taken one by one.
-    """
-    if uses_triton(x.device) and x.dtype != torch.float64:
-        return _kernel_launch()(x, weight, eps, residual)
-    total = x + residual
-    return rms_norm(total, weight, eps), total
