@@ -239,7 +239,7 @@ def test_tiles_fit_the_chip(capability):
 def interpreted() -> dict[str, bool]:
     """For each case whether the kernels are right. To be run in Triton's interpreter; new tensors hold NaN there."""
     from deepseek_accel.kernels import experts as kernel
-    from deepseek_accel.kernels import experts_pairs, experts_tiles
+    from deepseek_accel.kernels import experts_pairs, experts_tiles, experts_tma
 
     results = {}
 
@@ -295,6 +295,25 @@ def interpreted() -> dict[str, bool]:
         results[f"{name}-nan-stays-in-its-row"] = (
             torch.equal(dirty[others], clean[others]) and dirty[2].isnan().all().item()
         )
+
+    # By TMA: columns of gate, up and down past the last block, more rows than a tile, dropped pairs, shared experts.
+    for case in ((300, 3, 2, 64, 192), (40, 4, 3, 320, 64)):
+        inputs = make(case, torch.float16)
+        compare(f"tma-{case}", experts_tma.launch, inputs)
+        compare(f"tma-dropped-{case}", experts_tma.launch, with_dropped(inputs))
+        shared = [weight.flatten(0, 1) for weight in (inputs[3][:2, : case[4]], inputs[3][:2, case[4] :])]
+        shared.append(torch.cat(inputs[4][:2].unbind(0), 1))
+        residual = inputs[0].flip(0).contiguous()
+        expected = mixture(
+            *(tensor.double() for tensor in inputs[:1]),
+            inputs[1],
+            *(t.double() for t in inputs[2:]),
+            tuple(weight.double() for weight in shared),
+            residual.double(),
+        )
+        out = torch.full_like(residual, float("nan"))
+        experts_tma.launch(*inputs, out, shared, residual)
+        results[f"tma-shared-{case}"] = torch.allclose(out.double(), expected, rtol=2e-3, atol=2e-2)
 
     # The order and the map of tiles, where experts' runs end before, on and after the end of a tile.
     counts = [0, 16, 1, 31, 0, 0, 33, 15, 2, 0]

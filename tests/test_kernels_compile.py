@@ -56,6 +56,10 @@ KERNELS = [
 ]
 
 
+# Kernels that are only ever chosen on Hopper.
+HOPPER_KERNELS = [("experts_tma", "tma_gate_up_kernel"), ("experts_tma", "tma_down_kernel")]
+
+
 @functools.cache
 def discovered_cases():
     cases = []
@@ -81,6 +85,12 @@ def spill_bytes(cubin, path):
 def test_kernel_has_cases(module, kernel):
     function = getattr(importlib.import_module(f"deepseek_accel.kernels.{module}"), kernel)
     assert {case[1] for case in discovered_cases() if case[2] is function} >= {80, 90, 100}
+
+
+@pytest.mark.parametrize("module, kernel", HOPPER_KERNELS)
+def test_hopper_kernel_has_cases(module, kernel):
+    function = getattr(importlib.import_module(f"deepseek_accel.kernels.{module}"), kernel)
+    assert {case[1] for case in discovered_cases() if case[2] is function} == {90}
 
 
 @pytest.mark.parametrize("case", discovered_cases(), ids=lambda case: case[0].replace(" ", "-"))

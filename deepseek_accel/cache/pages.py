@@ -6,6 +6,7 @@ A page holds `page_size` consecutive tokens of one sequence, for every layer tha
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import heapq
 from collections import Counter
@@ -219,7 +220,9 @@ class PagePool:
     def add_layer(self, layer: int, width: int, dtype: torch.dtype) -> None:
         """Make room for the tokens of `layer`, `width` values each."""
         pages = max(self.table.high_water, self._reserved_pages())
-        with torch.inference_mode(False):  # so that pages filled in inference mode can be written outside of it
+        # outside of inference mode, so that pages filled in it can be written outside of it; entering costs 0.1 ms
+        inside = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if inside else contextlib.nullcontext():
             self.storages[layer] = torch.empty(pages, self.page_size, width, dtype=dtype, device=self.device)
 
     def bytes_held(self) -> int:

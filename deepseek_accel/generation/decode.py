@@ -21,6 +21,7 @@ from ..watch import count
 from .graphs import POSTS, GraphRun, StepGraphs
 from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, read_model
 from .prefill import entry_sizes, prefill
+from .prompt_graphs import size_class
 from .sampling import MAX_EOS_TOKENS, choice_of, draw
 from .step import Stepper
 
@@ -278,7 +279,7 @@ class _Sampling:
                 positions = positions[..., -input_ids.shape[1] :]
             first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=input_ids.device)
             self._build_prefill(input_ids, cache, first, positions)
-            logits = prefill(self.stepper, input_ids, cache, first, positions)
+            logits = self._run_prefill(input_ids, cache, first, positions)
             self._count(1, "layers: fused prefill", "attention: expanded (prefill)")
         else:
             count(self.loop.counters, f"layers: stock prefills ({reason})")
@@ -286,6 +287,28 @@ class _Sampling:
         if following is None:
             following = torch.tensor(cache.length, device=logits.device)
         return logits, following.expand(len(logits)).clone()
+
+    def _run_prefill(
+        self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
+        single = len(input_ids) == 1 and starts is None and cache.get_seq_length() == 0
+        count = input_ids.shape[1]
+        if graphs is None or not single or size_class(count) is None or why_no_graph(graphs, 1, input_ids.device):
+            return prefill(self.stepper, input_ids, cache, starts, positions)
+        try:
+            graph = graphs.prompt(self.stepper, count, cache)
+            if graph is None:
+                return prefill(self.stepper, input_ids, cache, starts, positions)
+            logits = prefill(self.stepper, input_ids, cache, starts, positions, graph=graph)
+            self.loop.counters["cuda_graphs: prompts replayed"] += 1
+            return logits
+        except torch.OutOfMemoryError:  # the cache is as it was; pieces take less than a graph's memory of its own
+            self.loop.counters["cuda_graphs: prompts without graph (out of memory)"] += 1
+            graphs.refuse_prompts(count)
+            return prefill(self.stepper, input_ids, cache, starts, positions)
+        finally:
+            graphs.release(self.stepper.model.device)
 
     def _build_prefill(
         self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from ..ops.choice import prebuild
 from ..ops.mla_attention import graph_splits
 from ..ops.next_token import next_token
 from ..ops.router import make_counters
+from .prompt_graphs import PromptBuffers, size_class
+from .prompt_graphs import record as record_prompt
 from .reach import Reach
 from .sampling import MAX_EOS_TOKENS, Choice
 from .step import Place, Stepper, head_step, layer_step
@@ -105,6 +109,7 @@ class StepGraphs:
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
+        self._refused: set[int | None] = set()
         self._last_use: torch.cuda.Event | None = None
         self._drop()
 
@@ -114,6 +119,9 @@ class StepGraphs:
         self._identity: Any = None
         self._buffers: dict[int, Buffers] = {}
         self._graphs: dict[tuple[int, Any], _Captured] = {}
+        self._prompt_buffers: PromptBuffers | None = None
+        self._prompts: dict[int, _Captured] = {}
+        self._met: set[int] = set()
         self._addresses: torch.Tensor | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -130,7 +138,7 @@ class StepGraphs:
 
     @property
     def num_graphs(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs) + len(self._prompts)
 
     def bytes_held(self) -> int:
         """Device memory of the graphs' shared pool."""
@@ -156,22 +164,65 @@ class StepGraphs:
 
     def run(self, stepper: Stepper, batch: int, cache: Any, starts: list[int], choice: Choice | None) -> GraphRun:
         """Set the buffers up for a `generate` of `batch` rows whose prompt `cache` holds. Needs the lease."""
-        device = stepper.model.device
-        if self._last_use is not None:
-            # the last call may have run on another stream
-            torch.cuda.current_stream(device).wait_event(self._last_use)
         bucket = self.bucket(batch)
         assert bucket is not None
+        self._follow(stepper, cache)
+        with torch.inference_mode(False), torch.no_grad():
+            return GraphRun(self, stepper, bucket, batch, cache, starts, choice)
+
+    def _follow(self, stepper: Stepper, cache: Any) -> None:
+        """Come after the last use, which may be on another stream; drop graphs of other weights."""
+        device = stepper.model.device
+        if self._last_use is not None:
+            torch.cuda.current_stream(device).wait_event(self._last_use)
         identity = (device, stepper.model.identity(), cache.page_size)
         if identity != self._identity:
             self._drop()
             self._identity = identity
-        with torch.inference_mode(False), torch.no_grad():
-            if self._addresses is None:
+        if self._addresses is None:
+            with torch.inference_mode(False), torch.no_grad():
                 size = len(stepper.model.layers)
                 self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
                 self._pool = torch.cuda.graph_pool_handle()
-            return GraphRun(self, stepper, bucket, batch, cache, starts, choice)
+
+    def refuse_prompts(self, count: int) -> None:
+        """Do without a graph from now on for prompts of the class of `count` tokens."""
+        self._refused.add(size_class(count))
+
+    def prompt(self, stepper: Stepper, count: int, cache: Any) -> Callable[..., torch.Tensor] | None:
+        """What runs a prompt of `count` tokens in one row, as `prefill` takes it; None: its size class was never met,
+        or refused.
+
+        The first prompt of a class runs without a graph, so that one call alone does not pay for a capture. Needs the
+        lease until the prompt has run.
+        """
+        size = size_class(count)
+        assert size is not None
+        self._follow(stepper, cache)
+        if size not in self._met or size in self._refused:
+            self._met.add(size)
+            return None
+        return partial(self._run_prompt, stepper, size)
+
+    def _run_prompt(
+        self, stepper: Stepper, size: int, input_ids: torch.Tensor, positions: torch.Tensor, held: list[Any],
+        slots: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        device = stepper.model.device
+        assert self._addresses is not None
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            self._addresses.copy_(torch.tensor([pages.storage.data_ptr() for pages in held]))
+            if self._prompt_buffers is None:
+                self._prompt_buffers = PromptBuffers.make(device)
+            self._prompt_buffers.set(input_ids, positions, slots)
+            if (found := self._prompts.get(size)) is None:
+                entry = (held[0].storage.shape[-1], held[0].storage.dtype)
+                step = partial(record_prompt, stepper, size, self._prompt_buffers, self._addresses, entry)
+                # the run before the capture writes what the replay writes again
+                found = self._prompts[size] = self._capture(device, step, ())
+                self.counters["cuda_graphs: prompts captured"] += 1
+            found.graph.replay()
+        return found.logits.clone()
 
     def buffers(self, bucket: int, num_pages: int, device: torch.device) -> Buffers:
         """The buffers of a bucket, with room for `num_pages` pages per row. Larger ones need new graphs."""
@@ -189,37 +240,43 @@ class StepGraphs:
             sampling = [known for known in self._graphs if known[1] is not None]
             if choice is not None and len(sampling) >= MAX_CHOOSING_GRAPHS:
                 del self._graphs[sampling[0]]
-            found = self._capture(run, choice)
+            buffers = run.buffers
+            written = (buffers.live, buffers.tokens, buffers.unfinished, buffers.count)
+            found = self._capture(run.stepper.model.device, partial(run.record, choice), written)
+            self.counters["cuda_graphs: captured"] += 1
         self._graphs[key] = found  # the last one used stands last
         return found
 
-    def _capture(self, run: GraphRun, choice: Choice | None) -> _Captured:
-        """Run the step once with every row idle, so that kernels and libraries are loaded, then record it."""
-        device = run.stepper.model.device
+    def _capture(
+        self, device: torch.device, record: Callable[[], torch.Tensor], written: tuple[torch.Tensor, ...]
+    ) -> _Captured:
+        """Run `record` once, so that kernels and libraries are loaded, then record it.
+
+        written: buffers that it changes, first the one that says how many rows are live. They keep what they hold, and
+        no row is live in that run. None: `record` may run twice.
+        """
         if self._stream is None:  # one for all captures: libraries keep a workspace per stream
             self._stream = torch.cuda.Stream(device)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
-        graph = torch.cuda.CUDAGraph()
-        buffers, state = run.buffers, torch.cuda.get_rng_state(device)
+        graph, state = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(device)
         with torch.cuda.stream(stream):
-            written = (buffers.live, buffers.tokens, buffers.unfinished, buffers.count)
             kept = [tensor.clone() for tensor in written]
-            buffers.live.zero_()
+            if written:
+                written[0].zero_()
             with prebuild(device):
-                run.record(choice)
-            run.record(choice)
+                record()
+            record()
             for tensor, value in zip(written, kept, strict=True):
                 tensor.copy_(value)
             stream.synchronize()
             # other threads may go on using the device while this one records
             try:
                 with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                    logits = run.record(choice)
+                    logits = record()
             finally:
                 torch.cuda.set_rng_state(state, device)
         torch.cuda.current_stream(device).wait_stream(stream)
-        self.counters["cuda_graphs: captured"] += 1
         return _Captured(graph, logits)
 
 

@@ -8,13 +8,14 @@ Letters: B rows, S new tokens of a piece, T keys, H heads, N nope, R rope, C lat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.choice import uses_triton
 from ..ops.entry_write import entry_write
 from ..ops.experts import mixture
 from ..ops.prefill_attention import CUDNN_PIECE, Part, merge, prefill_attention
@@ -56,6 +57,10 @@ class Span(NamedTuple):
     """(layout, cos, sin) of the piece, cos and sin [1 or rows, S, angles]."""
     starts: Tensor | None
     """[rows] int32, the first token of each row that is no padding."""
+    live: Tensor | None = None
+    """[1] int32: tokens from here on are idle, in a graph. None: none is."""
+    counters: Tensor | None = None
+    """The router's, in a graph; see `ops.router.norm_route`."""
 
 
 @torch.no_grad()
@@ -66,12 +71,15 @@ def prefill(
     starts: Tensor | None = None,
     position_ids: Tensor | None = None,
     activation_bytes: int = ACTIVATION_BYTES,
+    graph: Callable[[Tensor, Tensor, list[Any], Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Add the tokens input_ids [B, S] to `cache`, a `PagedCache`, and return the last one's logits [B, V].
 
     starts [B] int32 on the model's device: how many tokens at the beginning of each row, counted from the cache's
     first, are padding; None for none. position_ids [1 or B, S], or None to count on from the cache's length.
-    activation_bytes bounds what is held at a time, see `tokens_per_piece`.
+    activation_bytes bounds what is held at a time, see `tokens_per_piece`. graph: what runs in place of the pieces a
+    prompt of one row without padding and with nothing before it, given (input_ids, position_ids, each layer's pages,
+    slots).
 
     Hidden states of padding stay finite, what the cache holds for it is never read. If this fails, the cache is as it
     was. Raises CacheFullError, and ValueError on a batch of another size than the cache holds.
@@ -86,6 +94,8 @@ def prefill(
         cache.open(batch, sizes, model.dtype, model.device, count)
         held = [layer.append(batch, count) for layer in cache.layers]
         pages, slots = [pages for pages, _ in held], held[0][1]
+        if graph is not None:
+            return graph(input_ids, position_ids, pages, slots)
         return _run(stepper, input_ids, pages, slots, past, starts, position_ids, activation_bytes)
     except BaseException:
         if past:
@@ -202,8 +212,10 @@ def mlp_bytes_per_token(layer: Layer) -> int:
     width = mlp.down.element_size()
     size, intermediate = mlp.down.shape[1:]
     always = 0 if mlp.shared is None else 3 * mlp.shared[0].shape[0] * width
-    # the router may read the hidden state in fp32; each chosen expert has gate, up and their product, and its output
-    return 4 * size + always + (mlp.rule.top_k * (3 * intermediate + size) + 2 * size) * width
+    # kernels keep of gate, up and their product the last one only
+    inner = 1 if uses_triton(mlp.down.device) else 3
+    # the router may read the hidden state in fp32; each chosen expert has those, and its output
+    return 4 * size + always + (mlp.rule.top_k * (inner * intermediate + size) + 2 * size) * width
 
 
 def pieces(batch: int, count: int, block: int) -> Iterator[Piece]:
@@ -251,10 +263,10 @@ def layer_step(layer: Layer, x: Tensor, held: Any, span: Span, wanted: int, acti
     del out
     block = max(MIN_TOKENS, activation_bytes // 2 // mlp_bytes_per_token(layer))
     if len(x) <= block:
-        return mlp_step(layer, x)
+        return mlp_step(layer, x, span)
     for begin in range(0, len(x), block):
         part = slice(begin, begin + block)
-        x[part] = mlp_step(layer, x[part])
+        x[part] = mlp_step(layer, x[part], span)
     return x
 
 
@@ -265,17 +277,19 @@ def add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     return x.addmm_(y, weight.t())
 
 
-def mlp_step(layer: Layer, x: Tensor) -> Tensor:
+def mlp_step(layer: Layer, x: Tensor, span: Span) -> Tensor:
     """x [T, D] + the MLP or mixture of its norm. x may be used up."""
     mlp = layer.mlp
     if isinstance(mlp, Dense):
         return add_product(x, gated_project(x, mlp.gate, mlp.up, norm=layer.mlp_norm), mlp.down, None)
     assert isinstance(mlp, Mixture)  # `read_model` leaves no module
     if len(x) <= ONE_LAUNCH_TOKENS:
-        normed, weights, indices = norm_route(x, *layer.mlp_norm, mlp.router, mlp.bias, **vars(mlp.rule))
+        normed, weights, indices = norm_route(
+            x, *layer.mlp_norm, mlp.router, mlp.bias, live=span.live, counters=span.counters, **vars(mlp.rule)
+        )
     else:
         normed = rms_norm(x, *layer.mlp_norm)
-        weights, indices = route_normed(normed, mlp.router, mlp.bias, **vars(mlp.rule))
+        weights, indices = route_normed(normed, mlp.router, mlp.bias, live=span.live, **vars(mlp.rule))
     return mixture(normed, indices, weights, mlp.gate_up, mlp.down, mlp.shared, x)
 
 

@@ -1,12 +1,14 @@
-"""Routed and shared experts: by pair for few tokens, by tile for many. The host never waits.
+"""Routed and shared experts: by pair for one token, by tile for many, by TMA for thousands. The host never waits.
 
 The contract is that of `ops.experts.mixture`. Address arithmetic is in int64: pairs x sizes and expert x sizes pass
 2^31 for V3.
 """
 
+from typing import Any
+
 import torch
 
-from . import experts_pairs, experts_tiles
+from . import experts_pairs, experts_tiles, experts_tma
 
 
 def launch(
@@ -28,6 +30,8 @@ def launch(
     if hidden.stride(-1) != 1:
         hidden = hidden.contiguous()
     # H200, V2-Lite, two tokens: tiles 67.9 us; pairs 67.8, but with other blocks than they have now, so near a tie
-    way = experts_pairs if num_tokens == 1 else experts_tiles
+    way: Any = experts_pairs if num_tokens == 1 else experts_tiles
+    if experts_tma.takes(hidden, indices.shape[1], gate_up, down):
+        way = experts_tma
     way.launch(hidden, indices.contiguous(), weights.contiguous(), gate_up, down, out, shared, residual)
     return out

@@ -106,4 +106,6 @@ def _build(index: int, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any,
 def _kind(argument: Any) -> Any:
     if type(argument) is int:
         return 1 if argument == 1 else (argument & 15 == 0, -(2**31) <= argument < 2**31)
+    if (block := getattr(argument, "block_shape", None)) is not None:  # a TMA descriptor
+        return argument.base.dtype, tuple(block)
     return type(argument)

@@ -17,6 +17,9 @@ import torch
 from deepseek_accel import optimize, report, restore
 from deepseek_accel.bench import accuracy, greedy
 from deepseek_accel.cache import paged_cache
+from deepseek_accel.generation.decode import why_no_graph
+from deepseek_accel.generation.graphs import StepGraphs
+from deepseek_accel.generation.prompt_graphs import size_class
 from deepseek_accel.ops.choice import why_not_triton
 from deepseek_accel.passes import PASSES
 from deepseek_accel.testing import picture, tiny_model
@@ -89,6 +92,83 @@ def assert_replayed(model, before):
 
 def eager_reasons(model):
     return {name for name in report(model).counters if "cuda_graphs: eager" in name}
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize(
+    "model_type, dtype",  # in bf16 another size class may flip a router's choice
+    [*((model, torch.float32) for model in MODELS), ("llama", torch.bfloat16), ("qwen2", torch.bfloat16)],
+    ids=str,
+)
+def test_prompts_of_all_lengths(model_type, dtype):
+    """A prompt in the graph of its size class, after longer and shorter ones of that class, gives what pieces give."""
+    model, without = optimize(fresh(model_type, dtype), config()), optimize(fresh(model_type, dtype), config(False))
+    lengths = (100, 65, 128, 1, 32, 31, 33, 64, 1000, 1024, 1025, 900, 66, 2, 129)
+    for seed, length in enumerate(lengths + lengths):
+        inputs = batch(length, seed=seed)
+        caches = [paged_cache(each, 16) for each in (model, without)]
+        options = dict(new=3, return_dict_in_generate=True, output_logits=True)
+        ours, expected = (
+            run(each, inputs, **options, **{CACHE: cache}) for each, cache in zip((model, without), caches, strict=True)
+        )
+        error = (ours.logits[0] - expected.logits[0]).abs().max() / expected.logits[0].abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 3e-2), (length, error)
+        if dtype == torch.float32:
+            assert torch.equal(ours.sequences, expected.sequences), length
+            for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+                pages, others = one._pages().entries(), other._pages().entries()
+                assert (pages - others).abs().max() <= 1e-5 * others.abs().max()
+    # 1,025 tokens have no class; of the others the first prompt ran without
+    classes = {size_class(length) for length in lengths} - {None}
+    assert counted(model, "prompts captured") == len(classes)
+    assert counted(model, "prompts replayed") == 2 * (len(lengths) - 1) - len(classes)
+
+
+@two_attentions
+def test_prompts_that_graphs_leave_alone(model_type):
+    """Several rows, padding, and a cache that holds a beginning: pieces, and the same tokens."""
+    model = fast(model_type)
+    for _ in range(3):
+        for lengths in ((23, 23), (23, 9)):
+            assert torch.equal(run(model, batch(*lengths)), run(stock(model_type), batch(*lengths)))
+        ids, tokens = batch(50)["input_ids"], []
+        for each in (model, stock(model_type)):
+            cache = paged_cache(model, 16) if each is model else None
+            first = run(each, {"input_ids": ids[:, :20]}, 4, return_dict_in_generate=True, **{CACHE: cache})
+            longer = torch.cat((first.sequences, ids[:, 20:]), 1)
+            tokens.append(run(each, {"input_ids": longer}, 6, **{CACHE: first[CACHE]}))
+        assert torch.equal(*tokens)
+
+
+@two_attentions
+def test_a_prompt_graph_finds_no_memory(model_type, monkeypatch):
+    model, inputs = optimize(fresh(model_type), config()), batch(23)
+    expected = run(stock(model_type), inputs)
+    run(model, inputs)
+
+    def capture(*arguments):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepGraphs, "_capture", capture)
+        patch.setattr("deepseek_accel.generation.decode.why_no_graph", one_lease())
+        assert torch.equal(run(model, inputs), expected)
+    assert counted(model, "out of memory") == 1
+    assert torch.equal(run(model, inputs), expected)
+    assert counted(model, "prompts captured") == 0
+
+
+def one_lease():
+    """`why_no_graph` for a call whose prompt may use graphs and whose steps may not."""
+    calls = []
+
+    def why(graphs, batch, device):
+        calls.append(batch)
+        return "steps without" if len(calls) > 1 else why_no_graph(graphs, batch, device)
+
+    return why
 
 
 # --- graph-stale
@@ -289,6 +369,8 @@ def test_memory_stays_over_many_mixed_calls(model_type):
 
     for rows in (8, 4, 2, 1):
         run(model, batch(*[200] * rows), 40)
+    for length in (30, 60, 120, 200) * 2:  # a class of prompts is captured when it is met again
+        run(model, batch(length), 2)
     for i in range(5):
         call(i)
     torch.cuda.synchronize()
@@ -298,7 +380,9 @@ def test_memory_stays_over_many_mixed_calls(model_type):
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= held + (1 << 20)
     assert captures(model) == graphs
-    assert report(model).cache["graph_bytes"] >= 0 and report(model).cache["graphs"] == graphs
+    assert report(model).cache["graph_bytes"] >= 0
+    assert report(model).cache["graphs"] == graphs + counted(model, "prompts captured")
+    assert counted(model, "prompts captured") == 4
 
 
 FIRST_CALL = """

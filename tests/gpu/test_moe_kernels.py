@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from deepseek_accel.ops.choice import why_not_triton
-from deepseek_accel.ops.experts import fused_experts, fused_experts_reference
+from deepseek_accel.ops.experts import fused_experts, fused_experts_reference, mixture
 from deepseek_accel.ops.rms_norm import rms_norm, rms_norm_reference
 from deepseek_accel.ops.router import CASES as ROUTER_CASES
 from deepseek_accel.ops.router import route, route_reference
@@ -20,7 +20,7 @@ if reason := why_not_triton(torch.device("cuda", 0)):
 # (E, K, D, I)
 V2_LITE = (64, 6, 2048, 1408)
 V3_LIKE = (32, 8, 7168, 2048)
-TOKENS = [1, 2, 8, 33, 128, 1000]
+TOKENS = [1, 2, 8, 33, 128, 1000, 3000]  # 3,000 16-bit ones go through TMA
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def test_experts_are_accurate(model, dtype, num_tokens):
     assert_accurate(ours, fused_experts_reference(*inputs), in_fp64(*inputs))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 128])
+@pytest.mark.parametrize("num_tokens", [1, 8, 128, 3000])
 def test_dropped_experts_are_not_read(num_tokens):
     hidden, indices, weights = tokens_of(V2_LITE, num_tokens, torch.bfloat16)
     gate_up, down = (tensor.clone() for tensor in experts_of(V2_LITE, torch.bfloat16))
@@ -110,7 +110,7 @@ def test_dropped_experts_are_not_read(num_tokens):
     assert_accurate(ours, fused_experts_reference(*inputs), in_fp64(*inputs))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 64])
+@pytest.mark.parametrize("num_tokens", [1, 3, 64, 3000])
 def test_nan_stays_in_its_row_and_no_tokens(num_tokens):
     hidden, indices, weights = tokens_of(V2_LITE, num_tokens, torch.bfloat16)
     experts = experts_of(V2_LITE, torch.bfloat16)
@@ -122,7 +122,33 @@ def test_nan_stays_in_its_row_and_no_tokens(num_tokens):
     assert fused_experts(hidden[:0], indices[:0], weights[:0], *experts).shape == (0, 2048)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 1000])
+@pytest.mark.parametrize("num_tokens", [1, 2, 64, 3000])
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
+def test_shared_experts_and_residual(num_shared, num_tokens):
+    """Shared experts are experts of weight one, here the first routed ones."""
+    intermediate = V2_LITE[-1]
+    hidden, indices, weights = tokens_of(V2_LITE, num_tokens, torch.bfloat16)
+    gate_up, down = experts_of(V2_LITE, torch.bfloat16)
+    shared, always = None, torch.zeros_like(hidden, dtype=torch.float64)
+    for expert in range(num_shared):
+        one = torch.full((num_tokens, 1), expert, device="cuda")
+        always += in_fp64(hidden, one, torch.ones(num_tokens, 1, device="cuda"), gate_up, down)
+    if num_shared:
+        gate, up = gate_up[:num_shared, :intermediate], gate_up[:num_shared, intermediate:]
+        shared = (gate.flatten(0, 1), up.flatten(0, 1), down[:num_shared].transpose(0, 1).flatten(1).contiguous())
+    residual = torch.randn_like(hidden)
+    with poisoned():
+        ours = mixture(hidden, indices, weights, gate_up, down, shared, residual)
+        again = mixture(hidden, indices, weights, gate_up, down, shared, residual)
+    stock = residual + fused_experts_reference(hidden, indices, weights, gate_up, down)
+    if shared is not None:
+        stock += F.linear(F.silu(F.linear(hidden, shared[0])) * F.linear(hidden, shared[1]), shared[2])
+    expected = in_fp64(hidden, indices, weights, gate_up, down) + always + residual
+    assert_accurate(ours, stock, expected)
+    assert torch.equal(ours, again)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 1000, 3000])
 def test_runs_are_bit_equal(num_tokens):  # E11
     inputs = (*tokens_of(V3_LIKE, num_tokens, torch.bfloat16), *experts_of(V3_LIKE, torch.bfloat16))
     first = fused_experts(*inputs)
@@ -147,8 +173,9 @@ def test_more_than_2_31_elements(model, num_tokens):  # I01
         torch.testing.assert_close(ours[rows], fused_experts(*inputs), rtol=2**-7, atol=2**-6)
 
 
-def test_one_expert_gets_every_token():  # E09, and the largest skew of tiles
-    hidden, indices, weights = tokens_of(V2_LITE, 300, torch.bfloat16)
+@pytest.mark.parametrize("num_tokens", [300, 3000])
+def test_one_expert_gets_every_token(num_tokens):  # E09, and the largest skew of tiles
+    hidden, indices, weights = tokens_of(V2_LITE, num_tokens, torch.bfloat16)
     indices[:] = torch.tensor([63, 0, 5, 17, 1, 2], device="cuda")
     inputs = (hidden, indices, weights, *experts_of(V2_LITE, torch.bfloat16))
     assert_accurate(fused_experts(*inputs), fused_experts_reference(*inputs), in_fp64(*inputs))
