@@ -788,3 +788,24 @@ def test_other_rotary_frequencies_are_another_model():
     changed = read_model(model, families.find(model)).identity()
     model.model.rotary_emb.attention_scaling = 2.0
     assert len({identity, changed, read_model(model, families.find(model)).identity()}) == 3
+
+
+@pytest.mark.parametrize("name", ["loop", "out", "model"])
+def test_names_of_our_own_are_not_arguments(name):
+    """An argument that stock refuses is refused, whatever our own functions call theirs."""
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises((TypeError, ValueError)) as stock_error:
+        tiny_model("llama").generate(ids, max_new_tokens=2, **{name: 1})
+    with pytest.raises(stock_error.type) as error:
+        optimize(tiny_model("llama")).generate(ids, max_new_tokens=2, **{name: 1})
+    assert str(error.value) == str(stock_error.value)
+
+
+def test_no_rows():
+    """As stock: the same kind of error, and the model goes on."""
+    empty, model = torch.zeros(0, 3, dtype=torch.long), optimize(tiny_model("llama"))
+    with pytest.raises(Exception) as stock_error:
+        tiny_model("llama").generate(empty, max_new_tokens=2)
+    with pytest.raises(stock_error.type):
+        model.generate(empty, max_new_tokens=2)
+    assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)

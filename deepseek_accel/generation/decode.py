@@ -1,6 +1,6 @@
 """The decoding loop: what `GenerationMixin._sample` computes, on straight-line steps, without waiting for the device.
 
-`generate` prepares everything as ever (prompt, cache, processors, criteria) and hands over to `sample_loop`, in
+`generate` prepares everything as ever (prompt, cache, processors, criteria) and hands over to `_SampleLoop`, in
 transformers' `custom_generate` form. On a GPU the host looks for the end of a sequence one step behind: the next step
 is launched before it asks whether the last one ended everything. What that step computed is then dropped.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,15 +45,15 @@ class Loop:
         return vars(self) | {"built": set()}
 
 
-def generate(model: Any, *args: Any, loop: Loop, **kwargs: Any) -> Any:
-    """In place of `model.generate`: the same, through our loop where it can."""
+def generate(model: Any, loop: Loop, /, *args: Any, **kwargs: Any) -> Any:
+    """In place of `model.generate`: the same, through our loop where it can. All names are the caller's to use."""
     stock = type(model).generate
     if reason := why_stock_loop(model, loop, args, kwargs):
         count(loop.counters, f"layers: stock loop ({reason})")
         return stock(model, *args, **kwargs)
     kwargs = _with_stop_strings(model, args, kwargs)
     streamer = kwargs.get("streamer")  # `generate` puts the prompt to it; a callable gets none of its own
-    return stock(model, *args, **kwargs, custom_generate=partial(sample_loop, loop=loop, out=streamer))
+    return stock(model, *args, **kwargs, custom_generate=_SampleLoop(loop, streamer))
 
 
 def why_stock_loop(model: Any, loop: Loop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -128,30 +127,35 @@ def _with_stop_strings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return kwargs
 
 
-def sample_loop(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    *,
-    loop: Loop,
-    out: Any,
-    **model_kwargs: Any,
-) -> Any:
-    """input_ids [B, T] -> [B, T + new tokens], or the output object, as `GenerationMixin._sample` returns them."""
-    try:
-        stepper, starts = _prepare(model, loop, input_ids, generation_config, model_kwargs)
-    except Watched as reason:
-        count(loop.counters, f"layers: stock loop ({reason})")
-        model_kwargs.pop("synced_gpus", None)
-        return type(model)._sample(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=out, **model_kwargs
-        )
-    count(loop.counters, "layers: decoding loops")
-    return _Sampling(model, stepper, loop, logits_processor, stopping_criteria, generation_config, out).run(
-        input_ids, starts, model_kwargs
-    )
+class _SampleLoop:
+    """A `custom_generate` whose signature adds no names: `generate` would take them out of the caller's arguments."""
+
+    def __init__(self, loop: Loop, streamer: Any) -> None:
+        self._loop, self._streamer = loop, streamer
+
+    def __call__(
+        self,
+        _model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """input_ids [B, T] -> [B, T + new tokens], or the output object, as `GenerationMixin._sample` returns them."""
+        model, loop, streamer = _model, self._loop, self._streamer
+        try:
+            stepper, starts = _prepare(model, loop, input_ids, generation_config, model_kwargs)
+        except Watched as reason:
+            count(loop.counters, f"layers: stock loop ({reason})")
+            model_kwargs.pop("synced_gpus", None)
+            return type(model)._sample(
+                model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer,
+                **model_kwargs,
+            )  # fmt: skip
+        count(loop.counters, "layers: decoding loops")
+        sampling = _Sampling(model, stepper, loop, logits_processor, stopping_criteria, generation_config, streamer)
+        return sampling.run(input_ids, starts, model_kwargs)
 
 
 def _prepare(
@@ -165,6 +169,8 @@ def _prepare(
         raise Watched("the cache is not used, or records what leaves it")
     if input_ids.device != model.device:
         raise Watched("the prompt is on another device")
+    if not len(input_ids):
+        raise Watched("no rows")
     if model.training:
         raise Watched("training mode")
     line = read_model(model, loop.family)
@@ -360,7 +366,8 @@ class _Sampling:
             run = graphs.run(self.stepper, batch, cache, starts or [0] * batch, choice)
             # a graph that does not choose needs no end tokens, and there may be more than it has room for
             eos = [] if choice is None else self._eos()
-            steps = _GraphSteps(run, positions, eos, self._pad(), self._samples())
+            eager = _EagerSteps(self.stepper, cache, positions, starts)
+            steps = _GraphSteps(run, eager, eos, self._pad(), self._samples(), self.loop.counters)
             return self._loop(input_ids, logits, steps)
         finally:
             graphs.release(self.stepper.model.device)
@@ -544,19 +551,23 @@ class _EagerSteps:
 
 
 class _GraphSteps:
-    """Steps that are replays of a graph."""
-
-    counter = "cuda_graphs: replays"
+    """Steps that are replays of a graph, or launched one by one if there is no memory to capture it."""
 
     def __init__(
-        self, run: GraphRun, positions: torch.Tensor, eos: list[int], pad: torch.Tensor, samples: bool
+        self,
+        run: GraphRun,
+        eager: _EagerSteps,
+        eos: list[int],
+        pad: torch.Tensor,
+        samples: bool,
+        counters: Counter[str],
     ) -> None:
-        self.run, self.positions, self.eos, self.pad = run, positions, eos, pad
-        self.chooses = run.choice is not None
+        self.run, self.eager, self.eos, self.pad, self.counters = run, eager, eos, pad, counters
+        self.chooses, self.counter = run.choice is not None, "cuda_graphs: replays"
         self.length = self.reserved = run.cache.length
         self._generator = torch.cuda.default_generators[run.buffers.tokens.device.index] if samples else None
         self._offset: int | None = None
-        self._begun = False
+        self._begun = self._without = False
         self._events = [torch.cuda.Event() for _ in range(POSTS)]
         self._launched = self._read = 0
 
@@ -569,10 +580,19 @@ class _GraphSteps:
         return tokens, tokens, bool(post[-1])
 
     def step(self, tokens: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
+        if self._without:
+            return self.eager.step(tokens, unfinished)
         if self.length + 1 > self.reserved:
             self.reserved = self.run.cache.reserve(self.length + 1, AHEAD)
         if not self._begun:
-            self.run.begin(tokens, self.positions, unfinished, self.eos, self.pad)
+            try:
+                self.run.begin(tokens, self.eager.positions, unfinished, self.eos, self.pad)
+                self.run.capture()
+            except torch.OutOfMemoryError:  # nothing has run yet; without a graph a step takes less
+                self.counters["cuda_graphs: eager loop (out of memory)"] += 1
+                self._without, self.chooses, self.counter = True, False, ""
+                self.run.cache.commit(self.length)
+                return self.eager.step(tokens, unfinished)
             self._begun = True
         self.length += 1
         if self._generator is not None and self.chooses:

@@ -6,6 +6,7 @@ address of each layer's pages. So a graph serves every prompt, context length an
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -125,6 +126,13 @@ class StepGraphs:
         self._addresses: torch.Tensor | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+
+    def __del__(self) -> None:
+        # a step that still runs posts into pinned memory, which must not become somebody else's before it is done
+        last_use: torch.cuda.Event | None = vars(self).get("_last_use")
+        if last_use is not None:
+            with contextlib.suppress(RuntimeError):  # a process that ends, or a device that failed
+                last_use.synchronize()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"batch_sizes": self.batch_sizes, "counters": self.counters}
@@ -358,11 +366,16 @@ class GraphRun:
         self._set_pages()
         if tokens is not None:
             self.buffers.tokens[: self.batch].copy_(tokens)
+        captured = self.capture()
+        captured.graph.replay()
+        return captured.logits[: self.batch]
+
+    def capture(self) -> _Captured:
+        """The graph; recorded now, if it is not there."""
         if self._captured is None:
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.stepper.model.device):
                 self._captured = self.graphs.captured(self.bucket, self, self.choice)
-        self._captured.graph.replay()
-        return self._captured.logits[: self.batch]
+        return self._captured
 
     def record(self, choice: Choice | None) -> torch.Tensor:
         """The step itself, on the buffers: run once to warm up, once more to be captured."""

@@ -16,25 +16,33 @@ MAX_HEADS = 64
 
 
 @triton.jit
-def _rotate_in_place(x, c, s, pair, mask, HALF: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr):
-    """Rotate the pairs at pointers x by (c, s). `pair` broadcasts against x."""
+def _rotate_in_place(
+    x, c, s, present, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr, PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
+):  # fmt: skip
+    """Rotate the pairs at pointers x [ROWS, 1] by (c, s) [BLOCK_HALF], in rows that are `present` [ROWS, 1].
+
+    Neighbouring numbers are read and written as one: numbers of two bytes one by one took twice the time.
+    """
+    pair, number = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, 2 * BLOCK_HALF)[None, :]
+    inside, all_inside = present & (pair < HALF), present & (number < 2 * HALF)
     if PAIRS_IN:
-        first = tl.load(x + 2 * pair, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(x + 2 * pair + 1, mask=mask, other=0.0).to(tl.float32)
+        both = tl.load(x + number, mask=all_inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(both, [ROWS, BLOCK_HALF, 2]))
     else:
-        first = tl.load(x + pair, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(x + pair + HALF, mask=mask, other=0.0).to(tl.float32)
-    turned_first = (first * c - second * s).to(x.dtype.element_ty)
-    turned_second = (second * c + first * s).to(x.dtype.element_ty)
+        first = tl.load(x + pair, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x + pair + HALF, mask=inside, other=0.0).to(tl.float32)
+    turned_first = (first * c[None, :] - second * s[None, :]).to(x.dtype.element_ty)
+    turned_second = (second * c[None, :] + first * s[None, :]).to(x.dtype.element_ty)
     if PAIRS_IN != PAIRS_OUT:
         tl.debug_barrier()  # another thread may still have to read what this one writes
     if PAIRS_OUT:
-        tl.store(x + 2 * pair, turned_first, mask=mask)
-        tl.store(x + 2 * pair + 1, turned_second, mask=mask)
+        both = tl.reshape(tl.join(turned_first, turned_second), [ROWS, 2 * BLOCK_HALF])
+        tl.store(x + number, both, mask=all_inside)
     else:
-        tl.store(x + pair, turned_first, mask=mask)
-        tl.store(x + pair + HALF, turned_second, mask=mask)
-    return turned_first, turned_second
+        tl.store(x + pair, turned_first, mask=inside)
+        tl.store(x + pair + HALF, turned_second, mask=inside)
+    return tl.reshape(turned_first, [ROWS * BLOCK_HALF]), tl.reshape(turned_second, [ROWS * BLOCK_HALF])
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -82,7 +90,9 @@ def prefill_write_kernel(
         latent = (scale * normal).to(value.dtype)
         tl.store(entry + column, latent, mask=column < C)
         tl.store(page + column, latent, mask=column < tl.where(slot >= 0, C, 0))
-        first, second = _rotate_in_place(entry + C, c, s, pair, inside, HALF, PAIRS_IN, PAIRS_OUT)
+        rope = entry + C + tl.zeros([1, 1], tl.int32)
+        always = tl.full([1, 1], True, tl.int1)
+        first, second = _rotate_in_place(rope, c, s, always, HALF, 1, BLOCK_HALF, PAIRS_IN, PAIRS_OUT)
         stored = pair < tl.where(slot >= 0, HALF, 0)
         if PAIRS_OUT:
             tl.store(page + C + 2 * pair, first, mask=stored)
@@ -93,8 +103,7 @@ def prefill_write_kernel(
     else:
         head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         rows = query + ((token * H + head) * (N + 2 * HALF) + N)[:, None]
-        mask = (head < H)[:, None] & inside[None, :]
-        _rotate_in_place(rows, c[None, :], s[None, :], pair[None, :], mask, HALF, PAIRS_IN, PAIRS_OUT)
+        _rotate_in_place(rows, c, s, (head < H)[:, None], HALF, BLOCK_H, BLOCK_HALF, PAIRS_IN, PAIRS_OUT)
 
 
 @functools.cache

@@ -145,7 +145,7 @@ class _Generate(partial):  # type: ignore[type-arg]
 
     @property
     def __signature__(self) -> inspect.Signature:
-        (model,) = self.args
+        model, _ = self.args
         return inspect.signature(partial(type(model).generate, model))
 
 
@@ -179,7 +179,7 @@ class FusedLayers(Pass):
         if not hasattr(model, "_prepare_cache_for_generation"):
             return
         loop = Loop(family, context.counters)
-        yield Edit(model, "generate", partial(_Generate, generate, model, loop=loop), "generate")
+        yield Edit(model, "generate", partial(_Generate, generate, model, loop), "generate")
 
 
 PASS = FusedLayers

@@ -17,7 +17,6 @@ import torch
 from deepseek_accel import optimize, report, restore
 from deepseek_accel.bench import accuracy, greedy
 from deepseek_accel.cache import paged_cache
-from deepseek_accel.generation.decode import why_no_graph
 from deepseek_accel.generation.graphs import StepGraphs
 from deepseek_accel.generation.prompt_graphs import size_class
 from deepseek_accel.ops.choice import why_not_triton
@@ -143,32 +142,27 @@ def test_prompts_that_graphs_leave_alone(model_type):
 
 
 @two_attentions
-def test_a_prompt_graph_finds_no_memory(model_type, monkeypatch):
-    model, inputs = optimize(fresh(model_type), config()), batch(23)
+@pytest.mark.parametrize("lengths", [(23,), (23, 9)])
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_capture_finds_no_memory(model_type, lengths, sample, monkeypatch):
+    """Prompt and steps run without graphs then; prompts of that class from then on, steps until the next call."""
+    model, inputs = optimize(fresh(model_type), config()), batch(*lengths)
+    options = dict(do_sample=True, top_k=1) if sample else {}
     expected = run(stock(model_type), inputs)
-    run(model, inputs)
 
     def capture(*arguments):
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(StepGraphs, "_capture", capture)
-        patch.setattr("deepseek_accel.generation.decode.why_no_graph", one_lease())
-        assert torch.equal(run(model, inputs), expected)
-    assert counted(model, "out of memory") == 1
-    assert torch.equal(run(model, inputs), expected)
+        for _ in range(3):
+            assert torch.equal(run(model, inputs, **options), expected)
+    assert counted(model, "eager loop (out of memory)") == 3
+    assert counted(model, "prompts without graph (out of memory)") == (len(lengths) == 1)
+    assert captures(model) == counted(model, "replays") == 0
+    assert torch.equal(run(model, inputs, **options), expected)
+    assert captures(model) == 1
     assert counted(model, "prompts captured") == 0
-
-
-def one_lease():
-    """`why_no_graph` for a call whose prompt may use graphs and whose steps may not."""
-    calls = []
-
-    def why(graphs, batch, device):
-        calls.append(batch)
-        return "steps without" if len(calls) > 1 else why_no_graph(graphs, batch, device)
-
-    return why
 
 
 # --- graph-stale
