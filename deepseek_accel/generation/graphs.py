@@ -6,7 +6,6 @@ address of each layer's pages. So a graph serves every prompt, context length an
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -131,9 +130,11 @@ class StepGraphs:
     def __del__(self) -> None:
         # a step that still runs posts into pinned memory, which must not become somebody else's before it is done
         last_use: torch.cuda.Event | None = vars(self).get("_last_use")
-        if last_use is not None:
-            with contextlib.suppress(RuntimeError):  # a process that ends, or a device that failed
+        try:  # noqa: SIM105, contextlib may be gone when a process ends
+            if last_use is not None:
                 last_use.synchronize()
+        except RuntimeError:  # a device that failed
+            pass
 
     def __getstate__(self) -> dict[str, Any]:
         return {"batch_sizes": self.batch_sizes, "counters": self.counters}
