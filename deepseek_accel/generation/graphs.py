@@ -130,7 +130,7 @@ class StepGraphs:
     def __del__(self) -> None:
         # a step that still runs posts into pinned memory, which must not become somebody else's before it is done
         last_use: torch.cuda.Event | None = vars(self).get("_last_use")
-        try:  # noqa: SIM105, contextlib may be gone when a process ends
+        try:  # no `contextlib`, which may be gone when a process ends
             if last_use is not None:
                 last_use.synchronize()
         except RuntimeError:  # a device that failed
