@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 from ..ops.advance import advance
 from ..ops.choice import prebuild
-from ..ops.fetch_ahead import MOST_ROWS, room_ahead
 from ..ops.mla_attention import graph_splits
 from ..ops.next_token import next_token
 from ..ops.router import make_counters
@@ -26,7 +25,7 @@ from .prompt_graphs import PromptBuffers, size_class
 from .prompt_graphs import record as record_prompt
 from .reach import Reach
 from .sampling import MAX_EOS_TOKENS, Choice
-from .step import Ahead, Place, Stepper, head_step, layer_step
+from .step import Place, Stepper, head_step, layer_step
 
 POSTS = 4
 """Steps whose results the host may still have to read; the loop lets it lag by one."""
@@ -403,16 +402,12 @@ class GraphRun:
             starts=buffers.starts,
             num_splits=graph_splits(self.bucket, heads, model.device, kv_heads),
         )
-        room = room_ahead(model.device) if self.bucket <= MOST_ROWS else 0
-        ahead = Ahead(model.device, room) if room else None
-        place = Place((self.bucket, 1), rotation, buffers.slots, reach, buffers.live, buffers.counters, ahead)
+        place = Place((self.bucket, 1), rotation, buffers.slots, reach, buffers.live, buffers.counters)
         assert self.graphs._addresses is not None
         addresses = self.graphs._addresses.split(1)
         for layer, storage, address in zip(model.layers, self._storages, addresses, strict=True):
             x = layer_step(layer, x, _Pages(storage, address), place)
         logits = head_step(model, x)
-        if ahead is not None:
-            ahead.join()
         if choice is not None:
             greedy = choice.is_greedy
             if not greedy:

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from ..families.base import Family
 from ..ops.entry_write import entry_write
 from ..ops.experts import mixture
-from ..ops.fetch_ahead import fetch_ahead
 from ..ops.latent_write import latent_write
 from ..ops.projection import gated_project, project
 from ..ops.rms_norm import rms_norm
@@ -40,44 +39,15 @@ class Place:
     """[1] int32: rows from here on are idle. None: none is."""
     counters: torch.Tensor | None = None
     """The router's, in a graph; see `ops.router.norm_route`."""
-    ahead: Ahead | None = None
-    """What fetches weights beside attention, which leaves the memory idle. None: nothing does."""
-
-
-class Ahead:
-    """A stream beside the step's own on which weights are brought into the L2, up to `room` bytes a layer.
-
-    With few rows attention waits for one small thing after the other, and the memory could deliver tens of megabytes
-    meanwhile: the output projection, and of an MLP or the shared experts what still fits. Only what every token reads.
-    """
-
-    def __init__(self, device: torch.device, room: int) -> None:
-        self.stream, self.room = torch.cuda.Stream(device), room
-
-    def fetch(self, layer: Layer) -> None:
-        """From now on, beside what the current stream goes on to do."""
-        mlp = layer.mlp
-        weights = [layer.attention.output[0]]
-        if isinstance(mlp, Dense):
-            weights += [mlp.gate, mlp.up]
-        elif isinstance(mlp, Mixture) and mlp.shared is not None:
-            weights += mlp.shared
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            fetch_ahead([weight for weight in weights if weight.is_contiguous()], self.room)
-
-    def join(self) -> None:
-        """The current stream waits for what was asked for, as the end of a capture wants it."""
-        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 def layer_step(layer: Layer, x: torch.Tensor, held: Held, place: Place) -> torch.Tensor:
     """x [B * S, D] -> the layer's output, the same shape. The new tokens' entries are written."""
     attention = layer.attention
     if isinstance(attention, LatentAttention):
-        out = latent_attention(layer, attention, x, held, place)
+        out = latent_attention(attention, layer.norm, x, held, place)
     else:
-        out = grouped_attention(layer, attention, x, held, place)
+        out = grouped_attention(attention, layer.norm, x, held, place)
     weight, bias = attention.output
     (x,) = project(out.reshape(x.shape[0], -1), (weight,), (bias,), residual=x)
     mlp = layer.mlp
@@ -94,15 +64,13 @@ def layer_step(layer: Layer, x: torch.Tensor, held: Held, place: Place) -> torch
 
 
 def latent_attention(
-    layer: Layer, attention: LatentAttention, x: torch.Tensor, held: Held, place: Place
+    attention: LatentAttention, norm: tuple[torch.Tensor, float], x: torch.Tensor, held: Held, place: Place
 ) -> torch.Tensor:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1), absorbed: [B, S, H, V]."""
-    query, compressed = project(x, attention.inputs, attention.biases, norm=layer.norm)
+    query, compressed = project(x, attention.inputs, attention.biases, norm=norm)
     if attention.query_up is not None:
         weight, bias = attention.query_up
         (query,) = project(query, (weight,), (bias,), norm=attention.query_norm)
-    if place.ahead is not None:
-        place.ahead.fetch(layer)
     layout, cos, sin = place.rotation
     q_latent, q_rope = latent_write(
         query.view(*place.shape, -1, attention.head_dim),
@@ -120,14 +88,11 @@ def latent_attention(
 
 
 def grouped_attention(
-    layer: Layer, attention: GroupedAttention, x: torch.Tensor, held: Held, place: Place
+    attention: GroupedAttention, norm: tuple[torch.Tensor, float], x: torch.Tensor, held: Held, place: Place
 ) -> torch.Tensor:
     """Grouped-query attention (arXiv 2305.13245): [B, S, H, head_dim]."""
     heads = (*place.shape, -1, attention.head_dim)
-    parts = project(x, attention.inputs, attention.biases, norm=layer.norm)
-    query, key, value = (part.view(heads) for part in parts)
-    if place.ahead is not None:
-        place.ahead.fetch(layer)
+    query, key, value = (part.view(heads) for part in project(x, attention.inputs, attention.biases, norm=norm))
     _, cos, sin = place.rotation
     query = entry_write(query, key, value, cos, sin, held.storage, place.slots, address=held.address)
     return attend_grouped(query, held, place.reach, attention.scale, attention.num_kv_heads, attention.head_dim)
