@@ -4,14 +4,13 @@ A program merges some tokens of one head for a block of values. It loads its blo
 launch, while the attention before it still runs.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from . import launching
+from . import choices, launching
 from .combine import Launch, active_parts, compile_case, merge_arguments, padded
 
 # Up to this many tokens a program multiplies its rows one by one; beyond, 16 together on the tensor cores.
@@ -128,8 +127,8 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-@functools.cache
-def choose_tile(tokens: int, heads: int, values: int, width: int, num_splits: int) -> Tile:
+@choices.by_device
+def choose_tile(capability: tuple[int, int], tokens: int, heads: int, values: int, width: int, num_splits: int) -> Tile:
     """About one program per processor (64 to 256 programs), each of which reads few bytes.
 
     A program reads block_values rows of the matrix, and all parts of its tokens: more tokens save bytes of the first
@@ -141,10 +140,10 @@ def choose_tile(tokens: int, heads: int, values: int, width: int, num_splits: in
     elif heads > 32:
         block_tokens, block_values = 1, 64
     else:
-        block_tokens, block_values = (1, 16) if tokens <= 2 else (2, 32)
+        block_tokens, block_values = 2, 32
     block_values = min(padded(values), block_values)
     at_once = max(1, (16384 if block_tokens > 1 else 8192) // (block_tokens * padded(width)))
-    num_warps = 16 if block_tokens >= 16 or block_values * padded(width) > 16384 else 4 if tokens <= 2 else 8
+    num_warps = 16 if block_tokens >= 16 or block_values * padded(width) > 16384 else 8
     return Tile(block_tokens, block_values, min(splits, at_once), num_warps)
 
 
@@ -159,7 +158,7 @@ def combine_project_launch(
     num_rows, num_splits, width = attention["out"].shape
     heads, values, _ = weight.shape
     num_tokens = num_rows // heads
-    tile = tile or choose_tile(num_tokens, heads, values, width, num_splits)
+    tile = tile or choose_tile(out.device, num_tokens, heads, values, width, num_splits)
     arguments = {
         **merge_arguments(attention, heads),
         "weight": weight,
@@ -220,4 +219,13 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 kind = str(dtype).removeprefix("torch.")
                 name = f"combine_project H{heads} T{tokens} splits{num_splits} {kind}{' pdl' * pdl}"
                 cases.append(compile_case(name, launches[-1], capability))
+                if capability == 90 and heads <= 32:
+                    arguments = launches[0].arguments
+                    merged = combine_project_launch(
+                        arguments,
+                        torch.empty(heads, 128, 512, **meta),
+                        torch.empty(tokens, 1, heads, 128, **meta),
+                        choose_tile("NVIDIA H200", tokens, heads, 128, 512, num_splits),
+                    )
+                    cases.append(compile_case(f"{name} H200", merged, capability))
     return cases
