@@ -768,7 +768,7 @@ class TableMachine(RuleBasedStateMachine):
         assert all(len(set(row)) == len(row) for row in self.table.rows), "a row holds a page twice"
         for page in range(self.table.high_water):
             assert self.table.references(page) == held.count(page)
-        free = self.table._free
+        free = self.table.allocator.free
         assert sorted([*set(held), *free]) == list(range(self.table.high_water)), "a page is lost or doubly owned"
         assert self.table.pages_in_use == len(set(held))
         assert self.table.high_water <= self.most, "free pages are used again before new ones"

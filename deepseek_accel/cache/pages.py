@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,64 +16,74 @@ from typing import Any
 import torch
 
 from ..errors import CacheFullError, PlanError
+from .allocator import PageAllocator
 
 
 class PageTable:
     """Page ids of every row, with reference counts: rows that share a history share its pages until one writes.
 
     page_size: tokens per page, a power of two >= 16. max_pages: most pages in use at once, or None for no limit.
+    allocator: where the pages come from, if others hold pages of it too; its `max_pages` then counts.
     """
 
-    def __init__(self, page_size: int, max_pages: int | None = None) -> None:
+    def __init__(
+        self, page_size: int, max_pages: int | None = None, allocator: PageAllocator | None = None
+    ) -> None:
         check_page_options(page_size, max_pages)
-        self.page_size, self.max_pages = page_size, max_pages
+        self.page_size, self.is_alone = page_size, allocator is None
+        self.allocator = PageAllocator(max_pages) if allocator is None else allocator
         self.rows: list[list[int]] = []
         self.dropped = 0
         """Leading pages given back because no later token can see them; the same number for every row."""
         self.version = 0
         """Changes with every change of `rows`."""
-        self._references: list[int] = []
-        self._free: list[int] = []  # a heap: the lowest id first keeps the pool dense and rows contiguous
+
+    @property
+    def max_pages(self) -> int | None:
+        return self.allocator.max_pages
 
     @property
     def pages_in_use(self) -> int:
-        return len(self._references) - len(self._free)
+        """Pages that the rows hold."""
+        return self.allocator.in_use if self.is_alone else len({page for row in self.rows for page in row})
 
     @property
     def high_water(self) -> int:
         """One more than the largest page id ever handed out: what the memory must hold."""
-        return len(self._references)
+        return self.allocator.high_water
 
     def high_water_after(self, start: int, stop: int) -> int:
         """What `high_water` will be after `extend(start, stop)`."""
-        return self.high_water + max(0, self.missing(start, stop) - len(self._free))
+        return self.allocator.high_water_after(self.missing(start, stop))
 
     def references(self, page: int) -> int:
-        return self._references[page]
+        return self.allocator.references[page]
 
     def start(self, num_rows: int) -> None:
         """Begin `num_rows` empty rows. Everything held before is given back."""
         self.trim(0)
         self.dropped = 0
-        self.rows = [[] for _ in range(num_rows)]
+        self.rows[:] = [[] for _ in range(num_rows)]
         self.version += 1
 
     def missing(self, start: int, stop: int) -> int:
         """Pages that `extend(start, stop)` would take from the free list."""
         wanted = self._pages_for(stop)
         fresh = sum(max(0, wanted - len(row)) for row in self.rows)
-        return fresh + sum(count - 1 for count in self._shared(start, stop).values())
+        return fresh + self._copies(start, stop)
 
     def check(self, start: int, stop: int) -> None:
         """Raise CacheFullError if `extend(start, stop)` would need more pages than allowed. Changes nothing."""
         if self.max_pages is None:
             return
-        missing = self.missing(start, stop)
-        if self.pages_in_use + missing > self.max_pages:
+        missing, used = self.missing(start, stop), self.allocator.in_use
+        if used + missing > self.max_pages:
+            own = self.pages_in_use
+            others = f"; other caches of this model hold {used - own:,}" if used > own else ""
             raise CacheFullError(
-                f"{len(self.rows)} sequences of {stop:,} tokens need {self.pages_in_use + missing:,} pages of "
-                f"{self.page_size} tokens, and max_pages is {self.max_pages:,}. Raise max_pages, leave it None so that "
-                "the pool grows, or pass fewer or shorter sequences. The cache is unchanged."
+                f"{len(self.rows)} sequences of {stop:,} tokens need {own + missing:,} pages of "
+                f"{self.page_size} tokens, and max_pages is {self.max_pages:,}{others}. Raise max_pages, leave it None "
+                "so that the pool grows, or pass fewer or shorter sequences. The cache is unchanged."
             )
 
     def extend(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -85,16 +94,16 @@ class PageTable:
         """
         self.check(start, stop)
         wanted, copies = self._pages_for(stop), []
-        shared = self._shared(start, stop)
+        shared = self._copies(start, stop)
         for row in self.rows:
             for i in self._written(row, start, stop) if shared else ():
                 page = row[i]
-                if self._references[page] > 1:
-                    row[i] = self._take()
-                    self._references[page] -= 1
+                if self.allocator.references[page] > 1:
+                    row[i] = self.allocator.take()
+                    self.allocator.references[page] -= 1
                     copies.append((page, row[i]))
             if len(row) < wanted:
-                row += [self._take() for _ in range(wanted - len(row))]
+                row += [self.allocator.take() for _ in range(wanted - len(row))]
                 self.version += 1
         self.version += bool(copies)
         return copies
@@ -103,7 +112,7 @@ class PageTable:
         """Give back every page that holds only tokens from `length` on."""
         keep = self._pages_for(length)
         for row in self.rows:
-            self._release(row[keep:])
+            self.allocator.release(row[keep:])
             if len(row) > keep:
                 del row[keep:]
                 self.version += 1
@@ -114,7 +123,7 @@ class PageTable:
         if count <= 0:
             return
         for row in self.rows:
-            self._release(row[:count])
+            self.allocator.release(row[:count])
             del row[:count]
         self.dropped += count
         self.version += 1
@@ -123,11 +132,10 @@ class PageTable:
         """Row i becomes a copy of the old row `indices[i]`; no page moves."""
         rows = [list(self.rows[i]) for i in indices]
         for row in rows:
-            for page in row:
-                self._references[page] += 1
+            self.allocator.hold(row)
         for row in self.rows:
-            self._release(row)
-        self.rows = rows
+            self.allocator.release(row)
+        self.rows[:] = rows
         self.version += 1
 
     def _pages_for(self, length: int) -> int:
@@ -137,25 +145,10 @@ class PageTable:
         first = max(0, start // self.page_size - self.dropped)
         return range(first, min(len(row), self._pages_for(stop)) if stop > start else first)
 
-    def _shared(self, start: int, stop: int) -> dict[int, int]:
-        """Pages of [start, stop) that more than one row holds, with their reference counts."""
-        pages = (row[i] for row in self.rows for i in self._written(row, start, stop))
-        return {page: self._references[page] for page in pages if self._references[page] > 1}
-
-    def _take(self) -> int:
-        if self._free:
-            page = heapq.heappop(self._free)
-        else:
-            page = len(self._references)
-            self._references.append(0)
-        self._references[page] = 1
-        return page
-
-    def _release(self, pages: list[int]) -> None:
-        for page in pages:
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                heapq.heappush(self._free, page)
+    def _copies(self, start: int, stop: int) -> int:
+        """How many rows need a page of their own before they write [start, stop): all that share one, but its last."""
+        held = Counter(row[i] for row in self.rows for i in self._written(row, start, stop))
+        return sum(count - (self.allocator.references[page] == count) for page, count in held.items())
 
 
 def check_page_options(page_size: Any, max_pages: Any) -> None:

@@ -64,9 +64,9 @@ def scrambled(model, page_size):
     ids = torch.randint(2, 128, (2, 3 * page_size + 5)).cuda()
     with torch.no_grad():
         model(ids, **{CACHE: cache})
-    table = cache._pools.all[0].table
+    allocator = cache._pools.all[0].table.allocator
     cache.crop(-ids.shape[1])
-    table._free = [table._free[i] for i in torch.randperm(len(table._free)).tolist()]
+    allocator.free = [allocator.free[i] for i in torch.randperm(len(allocator.free)).tolist()]
     return cache
 
 

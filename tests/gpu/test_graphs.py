@@ -515,8 +515,8 @@ def test_I01_pages_beyond_2_31_elements(model_type):
     first = run(model, inputs, 1, return_dict_in_generate=True, **{CACHE: cache}).sequences
     pool = cache._pools.all[0]
     assert next(iter(pool.storages.values())).numel() > 1 << 31
-    table = pool.table  # the pages up to there are taken by nobody, so that the next ones lie beyond
-    table._references += [1] * ((1 << 31) // (16 * width) + 1 - len(table._references))
+    allocator = pool.table.allocator  # the pages up to there are taken by nobody, so that the next ones lie beyond
+    allocator.references += [1] * ((1 << 31) // (16 * width) + 1 - len(allocator.references))
     ids = torch.cat([first, expected[:, first.shape[1] : 33]], 1)
     got = run(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 30, **{CACHE: cache})
     assert max(page for row in pool.table.rows for page in row) * 16 * width > 1 << 31

@@ -1,0 +1,93 @@
+"""What a model's numbers depend on besides its prompt, so that kept pages are only used by a model that would make them.
+
+Weights are compared three ways, since none alone sees everything: which tensors there are and where they lie, the count
+that torch keeps of writes to each, and `PROBES` of each one's values. The last sees what the first two do not: writes
+through `.data` and fused optimizers, which torch does not count, as long as they reach more than a few values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..watch import is_called
+
+PROBES = 32
+"""Values of each tensor that are compared, evenly spaced from its first."""
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+class Fingerprint:
+    """One model at one moment.
+
+    tensors: parameters and buffers, in the order of modules. values: some of their contents. state: numbers, names and
+    switches of the modules, active adapters among them; hashable.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises ValueError with the reason if torch does not say what the model is made of."""
+        state: list[Any] = []
+        tensors: list[torch.Tensor] = []
+        for module in _modules(model):
+            known = vars(module)
+            if (known["_forward_hooks"] or known["_forward_pre_hooks"] or "_hf_hook" in known) and is_called(module):
+                raise ValueError("a module is hooked")
+            tensors += [tensor for tensor in known["_parameters"].values() if tensor is not None]
+            tensors += [tensor for tensor in known["_buffers"].values() if tensor is not None]
+            kind = type(module)
+            state += (kind, known["training"], id(known.get("forward")))
+            home = kind.__module__
+            if not home.startswith("torch."):
+                state += [value for value in known.values() if type(value) in _PLAIN]
+                if not home.startswith("transformers."):
+                    state.append(_containers(known))  # of an adapter: scales, which weights are active or merged
+        try:
+            self.marks = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+            self.values = _probe(tensors)
+        except (RuntimeError, NotImplementedError) as error:  # inference tensors count no writes, others have no memory
+            raise ValueError("its weights are of a kind whose changes torch does not count") from error
+        self.state = tuple(state)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+
+    def has_tensors_of(self, other: Fingerprint) -> bool:
+        """Whether every weight is the same object with the same contents as then."""
+        return (
+            self.marks == other.marks
+            and self.values == other.values
+            and all(mine() is then() is not None for mine, then in zip(self._tensors, other._tensors, strict=True))
+        )
+
+
+def _modules(model: nn.Module) -> Iterator[Any]:
+    """Every module, in a fixed order; `nn.Module.modules` takes three times as long."""
+    waiting: list[Any] = [model]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting += [child for child in module._modules.values() if child is not None]
+
+
+def _containers(known: dict[str, Any]) -> str:
+    """The lists and dicts of plain values among a module's attributes."""
+    return repr([(name, value) for name, value in known.items() if type(value) in (list, tuple, dict, set)])
+
+
+@torch.inference_mode()
+def _probe(tensors: list[torch.Tensor]) -> list[bytes]:
+    """`PROBES` values of each tensor, in one copy to the host per dtype and device."""
+    groups: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if (size := tensor.numel()) == 0:
+            continue
+        if not tensor.is_contiguous():
+            tensor = tensor.flatten()[:: max(1, size // PROBES)]
+            size = tensor.numel()
+        count = min(size, PROBES)
+        groups[tensor.dtype, tensor.device].append(tensor.as_strided((count,), (size // count,)))
+    return [torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes() for samples in groups.values()]
