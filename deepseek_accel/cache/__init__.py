@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from .pages import PagePool, PageTable
+from .prefix import forget_prefixes
 
 if TYPE_CHECKING:
     from .paged import PagedCache, PagedLayer, Pages, paged_cache
 
-__all__ = ["PagePool", "PageTable", "PagedCache", "PagedLayer", "Pages", "paged_cache"]
+__all__ = ["PagePool", "PageTable", "PagedCache", "PagedLayer", "Pages", "forget_prefixes", "paged_cache"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ from .. import families
 from ..errors import CacheFullError, PlanError, UnsupportedModelError
 from ..versions import crop_takes_length
 from .pages import PagePool, PageTable, check_page_options
+from .shared import SharedPages, SharedPool
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,19 @@ class _Pools:
         self.all: list[PagePool] = []
         # by number, not by layer object: with a cycle, the memory of a cache would wait for Python's collector
         self.lengths: dict[int, int] = {}
+        self.shared: SharedPages | None = None
+        """Where pages come from that other caches may hold too, if any."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"shared": None}  # a copy shares nothing
 
     def at(self, device: torch.device, window: int | None, num_rows: int) -> PagePool:
         if (device, window) not in self.by_place:
-            table = PageTable(self.page_size, self.max_pages)
-            pool = PagePool(table, num_rows, device, window, self.reserve_tokens, self.counters)
+            if self.shared is not None and (device, window) == (self.shared.device, None):
+                pool: PagePool = self.shared.pool(num_rows, self.reserve_tokens)
+            else:
+                table = PageTable(self.page_size, self.max_pages)
+                pool = PagePool(table, num_rows, device, window, self.reserve_tokens, self.counters)
             self.by_place[device, window] = pool
             self.all.append(pool)
         return self.by_place[device, window]
@@ -340,6 +349,8 @@ class PagedCache(DynamicCache):
 
     def __init__(self, pools: _Pools, windows: Sequence[int | None], readers: Sequence[Any]) -> None:
         self._pools = pools
+        self.may_reuse = False
+        """Whether `generate` made this cache itself, so that it may begin with pages of earlier calls."""
         Cache.__init__(
             self,
             layers=[
@@ -383,6 +394,25 @@ class PagedCache(DynamicCache):
                 torch.empty(rows, heads, 0, key_size, dtype=dtype, device=device),
                 torch.empty(rows, heads, 0, value_size, dtype=dtype, device=device),
             )
+
+    @property
+    def pools(self) -> list[PagePool]:
+        """One for each device and window that layers hold tokens on."""
+        return list(self._pools.all)
+
+    def share(self, pages: SharedPages) -> None:
+        """Take pages from these, which other caches of the model use too. For a cache that holds nothing yet."""
+        self._pools.shared = pages
+
+    def begin_with(self, rows: Sequence[list[int]]) -> None:
+        """Begin with these pages of `share`'s, equally many per row, each held for this cache."""
+        shared = self._pools.shared
+        assert shared is not None
+        pool = self._pools.at(shared.device, None, len(rows))
+        assert isinstance(pool, SharedPool)
+        pool.begin_with(rows)  # from here on they go when the pool goes
+        self.open(len(rows), shared.sizes, shared.storages[0].dtype, shared.device, 0)
+        self.commit(len(rows[0]) * self.page_size)
 
     def reserve(self, stop: int, ahead: int = 0) -> int:
         """Take pages for the tokens before `stop`, and if they are to be had for `ahead` more; says up to which token.

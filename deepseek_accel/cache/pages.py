@@ -265,7 +265,7 @@ class PagePool:
                 storage[target].copy_(storage[source])
         self._prepared = (start, stop)
         self.counters["kv_cache: most pages in use"] = max(
-            self.counters["kv_cache: most pages in use"], self.table.pages_in_use
+            self.counters["kv_cache: most pages in use"], self.table.allocator.in_use
         )
 
     def trim(self, length: int) -> None:

@@ -21,6 +21,7 @@ from .graphs import POSTS, GraphRun, StepGraphs
 from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, read_model
 from .prefill import entry_sizes, prefill
 from .prompt_graphs import size_class
+from .reuse import Reuse, begin_reuse
 from .sampling import MAX_EOS_TOKENS, choice_of, draw
 from .step import Stepper
 
@@ -50,10 +51,15 @@ def generate(model: Any, loop: Loop, /, *args: Any, **kwargs: Any) -> Any:
     stock = type(model).generate
     if reason := why_stock_loop(model, loop, args, kwargs):
         count(loop.counters, f"layers: stock loop ({reason})")
+        if "_accel_prefixes" in vars(model):
+            count(loop.counters, f"kv_cache: no prefix reuse ({reason})")
         return stock(model, *args, **kwargs)
     kwargs = _with_stop_strings(model, args, kwargs)
     streamer = kwargs.get("streamer")  # `generate` puts the prompt to it; a callable gets none of its own
-    return stock(model, *args, **kwargs, custom_generate=_SampleLoop(loop, streamer))
+    result = stock(model, *args, **kwargs, custom_generate=_SampleLoop(loop, streamer))
+    if (prefixes := vars(model).get("_accel_prefixes")) is not None:
+        prefixes.settle()
+    return result
 
 
 def why_stock_loop(model: Any, loop: Loop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -144,17 +150,23 @@ class _SampleLoop:
     ) -> Any:
         """input_ids [B, T] -> [B, T + new tokens], or the output object, as `GenerationMixin._sample` returns them."""
         model, loop, streamer = _model, self._loop, self._streamer
+        reuse = begin_reuse(model, input_ids, generation_config, model_kwargs)
         try:
             stepper, starts = _prepare(model, loop, input_ids, generation_config, model_kwargs)
         except Watched as reason:
             count(loop.counters, f"layers: stock loop ({reason})")
             model_kwargs.pop("synced_gpus", None)
-            return type(model)._sample(
+            result = type(model)._sample(
                 model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer,
                 **model_kwargs,
             )  # fmt: skip
+            if reuse is not None:
+                reuse.keep(result if isinstance(result, torch.Tensor) else result.sequences)
+            return result
         count(loop.counters, "layers: decoding loops")
-        sampling = _Sampling(model, stepper, loop, logits_processor, stopping_criteria, generation_config, streamer)
+        sampling = _Sampling(
+            model, stepper, loop, logits_processor, stopping_criteria, generation_config, streamer, reuse
+        )
         return sampling.run(input_ids, starts, model_kwargs)
 
 
@@ -245,6 +257,7 @@ class _Sampling:
     criteria: Any
     config: Any
     streamer: Any
+    reuse: Reuse | None
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     _eos_tokens: list[int] | None = None
@@ -252,12 +265,16 @@ class _Sampling:
     def run(self, input_ids: torch.Tensor, starts: list[int] | None, kwargs: dict[str, Any]) -> Any:
         cache = kwargs[cache_argument()]
         logits, positions = self._prefill(input_ids, starts, cache, kwargs)
+        if self.reuse is not None:
+            self.reuse.keep(input_ids)
         held = cache.length
         try:
             ids, steps = self._decode(input_ids, logits, positions, cache, starts)
             held += steps
         finally:
             cache.commit(held)
+        if self.reuse is not None:
+            self.reuse.keep(ids)
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
@@ -280,6 +297,8 @@ class _Sampling:
             positions = positions.to(self.stepper.model.device)  # as the mask they come from, they may be on the host
         following = None if positions is None else positions[..., -1] + 1
         if (reason := self._why_stock_prefill(input_ids, kwargs)) is None:
+            if self.reuse is not None:
+                self.reuse.fill(partial(self._fill, cache))
             input_ids = input_ids[:, _cached(input_ids, self.config, kwargs) :]
             if positions is not None:
                 positions = positions[..., -input_ids.shape[1] :]
@@ -315,6 +334,12 @@ class _Sampling:
             return prefill(self.stepper, input_ids, cache, starts, positions)
         finally:
             graphs.release(self.stepper.model.device)
+
+    def _fill(self, cache: Any, input_ids: torch.Tensor) -> None:
+        """Add the tokens input_ids [B, S], none of them padding, to `cache`."""
+        self._build_prefill(input_ids, cache, None, None)
+        self._run_prefill(input_ids, cache, None, None)
+        self._count(1, "layers: fused prefill", "attention: expanded (prefill)")
 
     def _build_prefill(
         self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None

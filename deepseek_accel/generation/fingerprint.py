@@ -55,6 +55,11 @@ class Fingerprint:
         self.state = tuple(state)
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
 
+    def is_unwritten(self) -> bool:
+        """Whether torch has counted no write to any of the tensors since. Sees less than a new `Fingerprint`."""
+        tensors = [reference() for reference in self._tensors]
+        return self.marks == [(0, -1) if t is None else (t.data_ptr(), t._version) for t in tensors]
+
     def has_tensors_of(self, other: Fingerprint) -> bool:
         """Whether every weight is the same object with the same contents as then."""
         return (

@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 from ..cache.pages import check_page_options
+from ..errors import PlanError
 from ..families.base import Family
+from ..generation.lines import LENGTH_DEPENDENT_ROPE
+from ..generation.reuse import Prefixes
 from ..plan import Context, Edit, Note, Skip
 from ..versions import cache_argument
 from .base import Pass
@@ -50,6 +53,7 @@ def prepare_cache(
         prompt_length = prompt.shape[-1] if isinstance(prompt, torch.Tensor) else 1
         reserve = min(max_cache_length, prompt_length + RESERVED_NEW_TOKENS)
         cache = paged_cache(model, page_size, max_pages, reserve_tokens=max(0, reserve), counters=counters)
+        cache.may_reuse = True
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[name] = cache
@@ -60,6 +64,20 @@ def prepare_cache(
     )
 
 
+def why_no_prefixes(model: Any, family: Family, context: Context) -> str | None:
+    """Why `generate` of this model cannot keep prefixes, or None."""
+    if not all(context.has(name) for name in ("attention", "layers")):
+        return "it needs the attention and layers passes, whose loop knows the prompt"
+    if any(family.sliding_window(attention) is not None for attention in family.attentions(model)):
+        return "layers with a sliding window give back the pages that it would keep"
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+        return f"{parameters['rope_type']} rotary embeddings depend on how long the prompt is"
+    if len({p.device for p in model.parameters()}) > 1:
+        return "its weights lie on several devices"
+    return None
+
+
 @dataclass(frozen=True)
 class KVCache(Pass):
     """Keys and values, or latents, in fixed-size pages.
@@ -67,14 +85,28 @@ class KVCache(Pass):
     page_size: tokens per page, a power of two >= 16. max_pages: most pages in one block table of a `generate` call, or
     None to grow; more raises CacheFullError before anything is written. Layers on another device or with another
     sliding window have a block table of their own; a page takes memory in every layer of its table.
+    reuse_prefix: keep full pages after a call, for later calls whose prompts begin with the same tokens. All calls of
+    the model then share `max_pages`. prefix_bytes: how much may be kept, or None for a quarter of the GPU memory that
+    is free at the first call (1 GiB on a CPU).
     """
 
     effect: ClassVar[str] = "exact"
     page_size: int = 64
     max_pages: int | None = None
+    reuse_prefix: bool = False
+    prefix_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_page_options(self.page_size, self.max_pages)
+        if not isinstance(self.reuse_prefix, bool):
+            raise PlanError(
+                f"reuse_prefix must be True or False, got {self.reuse_prefix!r}; say with prefix_bytes how much to keep"
+            )
+        size: Any = self.prefix_bytes
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise PlanError(f"prefix_bytes must be a positive number of bytes or None, got {size!r}")
+        if size is not None and not self.reuse_prefix:
+            raise PlanError("prefix_bytes says how much reuse_prefix keeps; set reuse_prefix=True, or leave it out")
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
         if family.extra_cache:
@@ -92,8 +124,18 @@ class KVCache(Pass):
             counters=context.counters,
         )
         yield Edit(model, "_prepare_cache_for_generation", build, "generate")
+        if self.reuse_prefix:
+            yield from self._reuse(model, family, context)
         if not context.has("attention"):
             yield Note("without the attention pass, pages are gathered for every step")
+
+    def _reuse(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
+        if (reason := why_no_prefixes(model, family, context)) is not None:
+            yield Skip("reuse_prefix", reason)
+            return
+        build = partial(Prefixes, self.page_size, self.max_pages, self.prefix_bytes, context.counters)
+        yield Edit(model, "_accel_prefixes", build, "generate")
+        yield Note("prefixes are kept; a prompt in two parts rounds differently than one in one part")
 
     def describe(self, model: Any, family: Family) -> dict[str, Any]:
         attention = family.attentions(model)[0]
@@ -102,7 +144,9 @@ class KVCache(Pass):
         else:
             config = model.config.get_text_config(decoder=True)
             values = 2 * config.num_key_value_heads * attention.head_dim
-        return {"bytes_per_token_and_layer": values * model.dtype.itemsize, "page_size": self.page_size}
+        prefixes = vars(model).get("_accel_prefixes")
+        facts = {} if prefixes is None else prefixes.facts()
+        return {"bytes_per_token_and_layer": values * model.dtype.itemsize, "page_size": self.page_size} | facts
 
 
 PASS = KVCache
