@@ -53,13 +53,13 @@ class SharedPages:
     @property
     def page_bytes(self) -> int:
         """Of one page in all layers."""
-        return sum(s[:1].numel() * s.element_size() for s in self.storages.values())
+        return sum(s[:1].numel() * s.element_size() for s in list(self.storages.values()))
 
     def kept_bytes(self) -> int:
         return len(self.kept) * self.page_bytes
 
     def bytes_reserved(self) -> int:
-        return sum(s.numel() * s.element_size() for s in self.storages.values())
+        return sum(s.numel() * s.element_size() for s in list(self.storages.values()))
 
     def num_caches(self) -> int:
         """Caches that are alive."""
@@ -203,7 +203,12 @@ class SharedPool(PagePool):
                 super().check(start, stop, keep)
 
     def extend(self, start: int, stop: int) -> None:
-        if self._prepared != (start, stop):
+        if self._prepared == (start, stop):
+            return
+        if not self.table.missing(start, stop):
+            # storages move with a change of the table only: by that a CUDA graph knows that it must look
+            self._prepared = (start, stop)
+        else:
             with self.shared.lock:
                 self._make_room(start, stop)
                 self.table.check(start, stop)

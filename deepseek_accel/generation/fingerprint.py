@@ -32,6 +32,8 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module) -> None:
         """Raises ValueError with the reason if torch does not say what the model is made of."""
+        if is_called(model):  # sees hooks on all modules of the process too
+            raise ValueError("a module is hooked")
         state: list[Any] = []
         tensors: list[torch.Tensor] = []
         for module in _modules(model):
@@ -90,9 +92,8 @@ def _probe(tensors: list[torch.Tensor]) -> list[bytes]:
     for tensor in tensors:
         if (size := tensor.numel()) == 0:
             continue
-        if not tensor.is_contiguous():
-            tensor = tensor.flatten()[:: max(1, size // PROBES)]
-            size = tensor.numel()
+        if not tensor.is_contiguous():  # what lies between its values in memory may be compared too
+            size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         count = min(size, PROBES)
         groups[tensor.dtype, tensor.device].append(tensor.as_strided((count,), (size // count,)))
     return [torch.cat(samples).view(torch.uint8).cpu().numpy().tobytes() for samples in groups.values()]

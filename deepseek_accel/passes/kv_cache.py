@@ -107,6 +107,8 @@ class KVCache(Pass):
             raise PlanError(f"prefix_bytes must be a positive number of bytes or None, got {size!r}")
         if size is not None and not self.reuse_prefix:
             raise PlanError("prefix_bytes says how much reuse_prefix keeps; set reuse_prefix=True, or leave it out")
+        if self.reuse_prefix:  # a prompt that is computed in two parts rounds differently than in one
+            object.__setattr__(self, "effect", "rounding")
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
         if family.extra_cache:
@@ -135,7 +137,7 @@ class KVCache(Pass):
             return
         build = partial(Prefixes, self.page_size, self.max_pages, self.prefix_bytes, context.counters)
         yield Edit(model, "_accel_prefixes", build, "generate")
-        yield Note("prefixes are kept; a prompt in two parts rounds differently than one in one part")
+        yield Note("full pages are kept for later calls")
 
     def describe(self, model: Any, family: Family) -> dict[str, Any]:
         attention = family.attentions(model)[0]
