@@ -26,9 +26,7 @@ class PageTable:
     allocator: where the pages come from, if others hold pages of it too; its `max_pages` then counts.
     """
 
-    def __init__(
-        self, page_size: int, max_pages: int | None = None, allocator: PageAllocator | None = None
-    ) -> None:
+    def __init__(self, page_size: int, max_pages: int | None = None, allocator: PageAllocator | None = None) -> None:
         check_page_options(page_size, max_pages)
         self.page_size, self.is_alone = page_size, allocator is None
         self.allocator = PageAllocator(max_pages) if allocator is None else allocator

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 

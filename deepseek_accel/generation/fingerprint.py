@@ -1,4 +1,4 @@
-"""What a model's numbers depend on besides its prompt, so that kept pages are only used by a model that would make them.
+"""What a model's numbers depend on besides its prompt, so that only a model that would make kept pages uses them.
 
 Weights are compared three ways, since none alone sees everything: which tensors there are and where they lie, the count
 that torch keeps of writes to each, and `PROBES` of each one's values. The last sees what the first two do not: writes
