@@ -40,8 +40,9 @@ class Fingerprint:
             known = vars(module)
             if (known["_forward_hooks"] or known["_forward_pre_hooks"] or "_hf_hook" in known) and is_called(module):
                 raise ValueError("a module is hooked")
-            tensors += [tensor for tensor in known["_parameters"].values() if tensor is not None]
-            tensors += [tensor for tensor in known["_buffers"].values() if tensor is not None]
+            for table in (known["_parameters"], known["_buffers"]):
+                if table:
+                    tensors += table.values()
             kind = type(module)
             state += (kind, known["training"], id(known.get("forward")))
             home = kind.__module__
@@ -49,8 +50,9 @@ class Fingerprint:
                 state += [value for value in known.values() if type(value) in _PLAIN]
                 if not home.startswith("transformers."):
                     state.append(_containers(known))  # of an adapter: scales, which weights are active or merged
+        tensors = [tensor for tensor in tensors if tensor is not None]
         try:
-            self.marks = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+            self.marks = _marks(tensors)
             self.values = _probe(tensors)
         except (RuntimeError, NotImplementedError) as error:  # inference tensors count no writes, others have no memory
             raise ValueError("its weights are of a kind whose changes torch does not count") from error
@@ -59,8 +61,8 @@ class Fingerprint:
 
     def is_unwritten(self) -> bool:
         """Whether torch has counted no write to any of the tensors since. Sees less than a new `Fingerprint`."""
-        tensors = [reference() for reference in self._tensors]
-        return self.marks == [(0, -1) if t is None else (t.data_ptr(), t._version) for t in tensors]
+        tensors = [tensor for reference in self._tensors if (tensor := reference()) is not None]
+        return len(tensors) == len(self._tensors) and self.marks == _marks(tensors)
 
     def has_tensors_of(self, other: Fingerprint) -> bool:
         """Whether every weight is the same object with the same contents as then."""
@@ -77,12 +79,18 @@ def _modules(model: nn.Module) -> Iterator[Any]:
     while waiting:
         module = waiting.pop()
         yield module
-        waiting += [child for child in module._modules.values() if child is not None]
+        if children := module._modules:
+            waiting += [child for child in children.values() if child is not None]
 
 
 def _containers(known: dict[str, Any]) -> str:
     """The lists and dicts of plain values among a module's attributes."""
     return repr([(name, value) for name, value in known.items() if type(value) in (list, tuple, dict, set)])
+
+
+def _marks(tensors: list[torch.Tensor]) -> list[int]:
+    """Where each tensor lies, and how often torch has seen it written."""
+    return [tensor.data_ptr() for tensor in tensors] + [tensor._version for tensor in tensors]
 
 
 @torch.inference_mode()
