@@ -116,6 +116,8 @@ def begin_reuse(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, An
 
 def why_no_reuse(model: Any, cache: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> str | None:
     """Why the entries of this call's prompt may depend on more than its token ids and the model, or None."""
+    if not len(input_ids):
+        return "no rows"
     if model.training:
         return "training mode"
     if cache.is_recording or any(layer.is_initialized for layer in cache.layers):
