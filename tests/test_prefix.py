@@ -169,13 +169,14 @@ def test_storages_that_move_leave_other_caches_where_they_are():
     old = first.pool.storages[0]
     second = filled(shared, list(range(100, 300)))
     assert second.pool.storages[0] is shared.storages[0] is not old
-    first.extend([[1] * 4])  # fits into its page: stays
+    first.extend([[1] * 12])  # fits into its page: stays
     assert first.pool.storages[0] is old
     first.keep()
-    assert Rows(shared, [[*range(16), 5]]).read() == [list(range(16))], "kept where it is not read"
+    held = [*range(20), *[1] * 12]
+    assert Rows(shared, [[*held, 5]]).read() == [held], "kept where it is not read"
     first.extend([[2] * 90])
     assert first.pool.storages[0] is shared.storages[0]
-    assert first.read() == [[*range(20), *[1] * 4, *[2] * 90]]
+    assert first.read() == [[*held, *[2] * 90]]
     assert second.read() == [list(range(100, 300))]
 
 
