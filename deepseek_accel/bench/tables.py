@@ -116,6 +116,37 @@ def soak_line(soak: dict[str, Any]) -> str:
     )
 
 
+def cache_table(result: dict[str, Any]) -> Any:
+    """One row per point and kind of cache; "to full" is a row's value divided by that of the full, plain cache."""
+    columns = ["batch x context", "cache", "TTFT ms", "second", "ITL ms", "to full", "tokens/s", "held MB", "to full"]
+    columns += ["peak MB", "remarks"]
+    rows = []
+    for row in result["rows"]:
+        same = [r for r in result["rows"] if (r["batch"], r["context"]) == (row["batch"], row["context"])]
+        full: dict[str, Any] = next((r for r in same if r["variant"] == "full"), {})
+
+        def to_full(name: str, row: dict[str, Any] = row, full: dict[str, Any] = full) -> str:
+            return ratio(row[name] / full[name]) if row[name] and full.get(name) else "-"
+
+        megabytes = [None if row[n] is None else row[n] / 1e6 for n in ("bytes_held", "peak_bytes_above_weights")]
+        rows.append(
+            [
+                f"{row['batch']}x{row['context']}",
+                row["variant"],
+                number(row["ttft_ms"]),
+                number(row["second_ttft_ms"]),
+                number(row["itl_ms"]),
+                to_full("itl_ms"),
+                number(row["tokens_per_second"]),
+                number(megabytes[0]),
+                to_full("bytes_held"),
+                number(megabytes[1]),
+                row["detail"],
+            ]
+        )
+    return _table(f"{result['rows'][0]['model']} on {describe(result['environment'])}", columns, rows)
+
+
 def ops_table(result: dict[str, Any]) -> Any:
     """One row per op and shape."""
     columns = ["op", "shape", "us", "GB/s", "TFLOP/s", "% of copy", "to reference", "error", "checked"]

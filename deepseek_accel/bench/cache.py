@@ -1,0 +1,167 @@
+"""What the kinds of cache cost and save: bytes held, peak memory, times, at long contexts, and reuse of a prefix."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..errors import AccelError
+from ..versions import cache_argument
+from .environment import dtype_name, environment, resolve_device, resolve_dtype
+from .generate import applied, release
+from .greedy import endless
+from .measure import seconds
+from .shapes import Point, Subject, load
+
+FULL = "full"
+SHARED_TAIL = 64
+"""Tokens in which the second prompt of a reused prefix differs from the first."""
+SINKS, RECENT = 4, 64
+
+Step = Callable[[str], None]
+
+
+@dataclass
+class Row:
+    model: str
+    dtype: str
+    batch: int
+    context: int
+    variant: str
+    status: str = "ok"
+    detail: str = ""
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    tokens_per_second: float | None = None
+    bytes_held: int | None = None
+    """Of pages in use after the last token, all layers and rows."""
+    peak_bytes_above_weights: int | None = None
+    """Of the whole row; GPU only."""
+    second_ttft_ms: float | None = None
+    """Of a prompt that shares all but its last SHARED_TAIL tokens; with prefix reuse only."""
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str
+    points: tuple[Point, ...]
+    shares: tuple[float, ...] = (0.5,)
+    """Budgets of eviction, as shares of the context."""
+    variants: tuple[str, ...] = ()
+    """Names to measure, or all."""
+    new_tokens: int = 64
+    repeats: int = 3
+    device: str = "auto"
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if not all(0 < share <= 1 for share in self.shares):
+            raise AccelError(f"budgets are shares of the context above 0 and up to 1, got {self.shares}")
+        if self.new_tokens < 2 or self.repeats < 1:
+            raise AccelError("new tokens must be 2 or more, repeats 1 or more")
+        known = configs(self.points[0].prompt_length, self.shares)
+        if unknown := sorted(set(self.variants) - set(known)):
+            raise AccelError(f"unknown variants {', '.join(unknown)}; known: {', '.join(known)}")
+
+
+def configs(context: int, shares: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """Fields of `KVCache` by the name of the variant."""
+    known: dict[str, dict[str, Any]] = {FULL: {}, "fp8_e4m3": {"dtype": "fp8_e4m3"}, "fp8_e5m2": {"dtype": "fp8_e5m2"}}
+    for share in shares:
+        budget = max(int(share * context), SINKS + RECENT + 1)
+        known[f"window {share:.0%}"] = {"eviction": {"policy": "window", "sinks": SINKS, "recent": budget - SINKS}}
+        for policy in ("top_attention", "entropy"):
+            options = {"policy": policy, "budget": budget, "sinks": SINKS, "recent": RECENT}
+            known[f"{policy} {share:.0%}"] = {"eviction": options}
+    known["reuse_prefix"] = {"reuse_prefix": True}
+    return known
+
+
+def config_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """Every lossless pass, with these fields of `KVCache`."""
+    from ..config import OptimizeConfig
+
+    config = OptimizeConfig.lossless().to_dict()
+    return config | {"kv_cache": config["kv_cache"] | fields, "allow_skips": True}
+
+
+def run(options: Options, step: Step = lambda text: None, subject: Subject | None = None) -> dict[str, Any]:
+    """Measure every point with every variant: {"environment": ..., "rows": [...]}, ready for JSON."""
+    device = resolve_device(options.device) if subject is None else subject.model.device
+    if subject is None:
+        step(f"loading {options.model}")
+        subject = load(options.model, device, resolve_dtype(options.dtype, device))
+    rows = []
+    for point in options.points:
+        for name, fields in configs(point.prompt_length, options.shares).items():
+            if options.variants and name not in options.variants:
+                continue
+            step(f"{options.model} {point} {name}")
+            dtype = dtype_name(subject.model.dtype)
+            row = Row(options.model, dtype, point.batch, point.prompt_length, name)
+            try:
+                with applied(subject.model, config_of(fields)):
+                    _measure(row, subject, point, options, "reuse_prefix" in fields)
+            except Exception as error:  # whatever one variant does, the others are measured
+                row.status = "error"
+                row.detail = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+            release(device)
+            rows.append(asdict(row))
+    return {"environment": environment(device), "rows": rows}
+
+
+def _measure(row: Row, subject: Subject, point: Point, options: Options, reuses: bool) -> None:
+    model, device = subject.model, subject.model.device
+    prompt = subject.prompt(point)
+    cuda = device.type == "cuda"
+
+    def generate(ids: torch.Tensor, new_tokens: int, **more: Any) -> Any:
+        mask = torch.ones_like(ids)
+        chosen: dict[str, Any] = dict(max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
+        with endless(model), torch.no_grad():
+            return model.generate(ids, attention_mask=mask, **chosen, **more)
+
+    # kernels, graphs; of the prompt that is measured, unless that would be kept
+    generate(subject.prompt(point, seed=1), 4)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    first, output = seconds(lambda: generate(prompt, 1), device)
+    times = [first]
+    if not reuses:
+        for _ in range(options.repeats - 1):
+            del output
+            again, output = seconds(lambda: generate(prompt, 1), device)
+            times.append(again)
+    row.ttft_ms = statistics.median(times) * 1e3
+    # Calls that go on from the same cache: the prompt, whose time varies more than all steps take, is not in them.
+    name, steps = cache_argument(), []
+
+    def go_on(output: Any, new_tokens: int) -> tuple[float, Any]:
+        return seconds(lambda: generate(output.sequences, new_tokens, **{name: output[name]}), device)
+
+    for _ in range(options.repeats):
+        short, output = go_on(output, 1)
+        long, output = go_on(output, options.new_tokens)
+        steps.append((long - short) / (options.new_tokens - 1))
+    itl = statistics.median(steps)
+    row.itl_ms, row.tokens_per_second = itl * 1e3, point.batch / itl if itl > 0 else None
+    row.bytes_held = int(output[name].bytes_held())
+    if cuda:
+        held = [*model.parameters(), *model.buffers()]
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        row.peak_bytes_above_weights = torch.cuda.max_memory_allocated(device) - weights
+    if reuses:
+        other = subject.prompt(point, seed=2)
+        other[:, :-SHARED_TAIL] = prompt[:, :-SHARED_TAIL]
+        generate(other, 1)  # the kernels of a short rest after a long beginning
+        other[:, -SHARED_TAIL:] = subject.prompt(point, seed=3)[:, -SHARED_TAIL:]
+        row.second_ttft_ms = seconds(lambda: generate(other, 1), device)[0] * 1e3
+
+
+def exit_code(rows: Sequence[dict[str, Any]]) -> int:
+    """1 if nothing could be measured, else 0."""
+    return 0 if any(row["status"] == "ok" for row in rows) else 1
