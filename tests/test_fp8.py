@@ -151,28 +151,48 @@ def test_reference_decodes(attention, kind, monkeypatch):
     assert relative_error(op(**fp8), reference(**plain)) < 2e-6
 
 
+MLA, GQA = mla_attention.LatentCase, gqa_attention.GroupedCase
+CASES_OF = {
+    "mla": [
+        MLA((0, 1, 17, 40), 16, splits=2),  # around a page, with an empty row, in parts
+        MLA((31, 17), 16, rank=96, rope=8, splits=2),  # padded columns, a rotary key below the smallest tile
+        MLA((70, 40, 33), 16, queries=2, starts=(35, 7, 33), splits=2),  # NaN before the start, and no key left
+        MLA((33, 50), 16, queries=3, heads=6, mask="bool"),  # one query sees nothing
+        MLA((20, 90), 64, heads=16, rank=512, rope=64),  # DeepSeek-V2-Lite
+    ],
+    "gqa": [
+        GQA((0, 1, 17, 40), 16, splits=2),
+        GQA((31, 17), 16, heads=6, kv_heads=3, head_dim=24, value_dim=40),  # heads that begin at odd bytes
+        GQA((70, 40, 33), 16, queries=2, starts=(35, 7, 33), splits=2),
+        GQA((20, 37), 16, heads=4, kv_heads=4, head_dim=16, value_dim=48, mask="float"),
+    ],
+}
+
+
 def check_attention(attention, kind, dtype):
-    """All cases; poison in unused pages is the codes and scales of NaN."""
+    """Poison in unused pages is the codes and scales of NaN."""
     from deepseek_accel.kernels import gqa_attention as gqa_kernel
     from deepseek_accel.kernels import mla_attention as mla_kernel
 
     module, _, reference = ATTENTION[attention]
     launch = {"mla": mla_kernel, "gqa": gqa_kernel}[attention].launch
-    for index, case in enumerate(module.CASES):
+    for index, case in enumerate(CASES_OF[attention]):
         fp8, plain = coded(module.case_inputs(case, dtype, "cpu", index), kind)
         expected = reference(**plain)
-        for splits in {case.splits or 1, 4}:
-            actual = launch(**fp8, num_splits=splits, least=1)
-            assert actual.dtype == dtype
-            error = (actual.double() - expected).abs().max() / expected.abs().max()
-            assert error < (3e-6 if dtype == torch.float32 else 4e-3), (case, splits, error)
-        address = torch.tensor([fp8["storage"].data_ptr()])
-        moved = dict(fp8, storage=torch.full_like(fp8["storage"][:1], 255), address=address)
-        assert torch.equal(launch(**moved, num_splits=splits, least=1), actual)
+        actual = launch(**fp8, num_splits=case.splits or 1, least=1)
+        assert actual.dtype == dtype
+        error = (actual.double() - expected).abs().max() / expected.abs().max()
+        assert error < (3e-6 if dtype == torch.float32 else 4e-3), (case, error)
+        if index == 0:
+            address = torch.tensor([fp8["storage"].data_ptr()])
+            moved = dict(fp8, storage=torch.full_like(fp8["storage"][:1], 255), address=address)
+            assert torch.equal(launch(**moved, num_splits=case.splits or 1, least=1), actual)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+BOTH = [("e4m3", torch.float32), ("e5m2", torch.float16)]
+
+
+@pytest.mark.parametrize("kind, dtype", BOTH, ids=str)
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_attention_kernel(attention, kind, dtype):
     interpret(check_attention, attention, kind, dtype)
@@ -200,7 +220,7 @@ def test_nan_is_seen(kind):
 
 
 def same_bytes(ours, expected, pieces, rounds: bool) -> None:
-    """Compare entries [..., bytes]. pieces: (first, last, dtype) of the parts; what lies between them is not written."""
+    """Compare entries [..., bytes]. pieces: (first, last, dtype) of the parts; what is between them is not written."""
     for first, last, dtype in pieces:
         actual, wanted = (rows[..., first:last].view(dtype) for rows in (ours, expected))
         if dtype.is_floating_point:
@@ -232,7 +252,7 @@ def check_latent_write(kind, dtype):
 
     from deepseek_accel.kernels.latent_write import launch
 
-    for case in latent_write.CASES:
+    for case in latent_write.CASES[1:4]:
         arguments = inputs(case, dtype)
         width, pieces = latent_pieces(case, dtype)
         ours, expected = (byte_storage(arguments[8], width) for _ in range(2))
@@ -286,8 +306,7 @@ def check_entry_write(kind, dtype):
         assert torch.equal(moved, ours)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, dtype", BOTH, ids=str)
 @pytest.mark.parametrize("check", [check_latent_write, check_prefill_write, check_entry_write])
 def test_write_kernel(check, kind, dtype):
     interpret(check, kind, dtype)

@@ -217,7 +217,7 @@ class PagePool:
         return self.table.dropped * self.page_size
 
     def add_layer(self, layer: int, width: int, dtype: torch.dtype) -> None:
-        """Make room for the tokens of `layer`, `width` values each."""
+        """Make room for the tokens of `layer`, `width` elements of `dtype` each."""
         pages = max(self.table.high_water, self._reserved_pages())
         with torch.inference_mode(False):  # so that pages filled in inference mode can be written outside of it
             self.storages[layer] = torch.empty(pages, self.page_size, width, dtype=dtype, device=self.device)

@@ -85,6 +85,7 @@ class _Pages(NamedTuple):
 
     storage: torch.Tensor
     address: torch.Tensor
+    fp8: str | None
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("a graph reads pages in place")
@@ -162,7 +163,7 @@ class StepGraphs:
             torch.cuda.current_stream(device).wait_event(self._last_use)
         bucket = self.bucket(batch)
         assert bucket is not None
-        identity = (device, stepper.model.identity(), cache.page_size)
+        identity = (device, stepper.model.identity(), cache.page_size, cache.fp8)
         if identity != self._identity:
             self._drop()
             self._identity = identity
@@ -335,7 +336,7 @@ class GraphRun:
         assert self.graphs._addresses is not None
         addresses = self.graphs._addresses.split(1)
         for layer, storage, address in zip(model.layers, self._storages, addresses, strict=True):
-            x = layer_step(layer, x, _Pages(storage, address), place)
+            x = layer_step(layer, x, _Pages(storage, address, self.cache.fp8), place)
         logits = head_step(model, x)
         if choice is not None:
             greedy = choice.is_greedy

@@ -10,8 +10,6 @@ import triton.language as tl
 VARIANTS = {None: 0, "e4m3": 1, "e5m2": 2}
 """Values of the kernels' constexpr FP8; 0 for entries of plain numbers."""
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
 
 def _four(shift: int, mask: int, factor: int, kind: str) -> tl.constexpr:
     """PTX that turns four codes in one register into numbers in two: each code goes to the top of 16 bits, and its
@@ -36,14 +34,11 @@ E5M2_FP16 = _four(0, 0, 0, "f16x2")  # e5m2 is the upper half of fp16
 
 @triton.jit
 def scale_of(values, FP8: tl.constexpr):
-    """The scale of fp32 values [..., N], over the last axis: their largest size over FP8's, NaN if one is not finite."""
+    """Of fp32 values [..., N], over the last axis: their largest size over FP8's, NaN if one is not finite."""
     sizes = tl.abs(values)
     axis: tl.constexpr = len(values.shape) - 1
     largest = tl.max(sizes, axis)
-    if FP8 == 2:
-        scale = largest * 1.743861607142857e-05  # 1 / 57344
-    else:
-        scale = largest * 0.002232142857142857  # 1 / 448
+    scale = largest * (1.743861607142857e-05 if FP8 == 2 else 0.002232142857142857)  # 1 / 57344, 1 / 448
     # not below the least normal number, so that the quotient cannot overflow
     scale = tl.where(largest == 0.0, 0.0, tl.maximum(scale, 1.1754943508222875e-38))
     finite = tl.min((sizes < float("inf")).to(tl.int32), axis)
@@ -69,6 +64,9 @@ def encode(values, scale, FP8: tl.constexpr):
     code = tl.where(kept < least, step, normal)
     code = tl.where(size > 0x7F800000, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+INTERPRETED = tl.constexpr(not isinstance(encode, triton.JITFunction))
 
 
 @triton.jit

@@ -21,6 +21,16 @@ LARGEST = {kind: torch.finfo(dtype).max for kind, dtype in CODES.items()}
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
+def latent_bytes(rank: int, rope: int, dtype: torch.dtype) -> int:
+    """Of an entry [latent | rotary key of `dtype`]."""
+    return latent_layout(rank, rope, dtype.itemsize).width
+
+
+def heads_bytes(kv_heads: int, key_dim: int, value_dim: int) -> int:
+    """Of an entry [keys | values]."""
+    return grouped_layout(kv_heads, key_dim, value_dim).width
+
+
 def quantize(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """values [..., N] as (uint8 codes [..., N], fp32 scales [..., 1])."""
     values = values.float()

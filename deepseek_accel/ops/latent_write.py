@@ -66,8 +66,8 @@ def latent_write(
     query [B, S, H, N + R], the rope part last; compressed [B, S, C + R], latent then rope key, as projected;
     norm_weight [C]; cos and sin [1 or B, S, R / 2] of any strides; w_uk [H, N, C]; storage [num_pages, P, C + R];
     slots [B * S] int64 physical token indices, negative for idle rows, which write nothing there; address and
-    fp8: as in `ops/mla_attention.py`. Returns the absorbed queries [B, S, H, C] and the rotated rope part [B, S, H, R], in query's
-    dtype. Rotation, norm and sums run in fp32.
+    fp8: as in `ops/mla_attention.py`. Returns the absorbed queries [B, S, H, C] and the rotated rope part [B, S, H, R],
+    in query's dtype. Rotation, norm and sums run in fp32.
     """
     if not uses_triton(query.device):
         return latent_write_reference(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots, fp8)
