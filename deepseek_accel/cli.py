@@ -52,10 +52,10 @@ def checkpoint_plan(directory: str, config: str | None = None, device_name: str 
 
     from . import api, families
     from .bench.environment import dtype_name, resolve_device
+    from .bench.floor import cache_of
     from .bench.shapes import local_config
     from .config import OptimizeConfig
     from .errors import UnsupportedModelError
-    from .passes.kv_cache import KVCache
 
     options = OptimizeConfig.lossless() if config is None else OptimizeConfig.from_json(config)
     device = resolve_device(device_name)
@@ -74,7 +74,7 @@ def checkpoint_plan(directory: str, config: str | None = None, device_name: str 
     intended = api.plan(model, options)
     family = families.find(model)
     layers = len(family.layers(model))
-    cache = KVCache().describe(model, family)["bytes_per_token_and_layer"]
+    cache = cache_of(options).describe(model, family)["bytes_per_token_and_layer"]
     return {
         "model_dir": directory,
         "model_type": intended.model_type,

@@ -11,11 +11,12 @@ def inputs(case, dtype):
     count, width, page_size = case
     generator = torch.Generator().manual_seed(0)
     num_pages = 2 + count // page_size
-    entries = torch.randn(count, width, generator=generator).to(dtype)
+    entries = torch.randn(count, width, generator=generator).mul(100).abs().to(dtype)
     slots = torch.randperm(num_pages * page_size, generator=generator)[:count]
     if count > 1:
         slots[-1] = -1
-    return entries, torch.full((num_pages, page_size, width), torch.nan, dtype=dtype), slots
+    unused = torch.nan if dtype.is_floating_point else 77
+    return entries, torch.full((num_pages, page_size, width), unused, dtype=dtype), slots
 
 
 def expected(entries, storage, slots):
@@ -42,7 +43,7 @@ def check_kernel(case, dtype):
     wanted, pages = expected(entries, storage, slots), storage.clone()
     launch(entries, storage, slots, torch.tensor([pages.data_ptr()]))
     assert torch.equal(pages.nan_to_num(7.0), wanted.nan_to_num(7.0))
-    assert storage.isnan().all()
+    assert torch.equal(storage.nan_to_num(7.0), inputs(case, dtype)[1].nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -50,7 +51,7 @@ def test_torch(case):
     check(case, torch.float32, entry_copy)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernel(case, dtype):
     interpret(check_kernel, case, dtype)

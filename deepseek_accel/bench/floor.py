@@ -7,6 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import families
+from ..config import OptimizeConfig
+from ..passes.kv_cache import KVCache
+
+
+def cache_of(config: Any) -> KVCache:
+    """The cache of a configuration; the default one, which holds what stock's does, where it names none."""
+    passes = () if config is None else OptimizeConfig.of(config).passes
+    return next((p for p in passes if isinstance(p, KVCache)), KVCache())
 
 
 @contextlib.contextmanager

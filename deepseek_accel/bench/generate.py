@@ -18,11 +18,10 @@ import torch
 
 from .. import api, families
 from ..errors import AccelError
-from ..passes.kv_cache import KVCache
 from . import greedy, peers, soak
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
-from .floor import counted_experts, expected_experts, step_bytes
+from .floor import cache_of, counted_experts, expected_experts, step_bytes
 from .measure import copy_bandwidth
 from .shapes import Point, Subject, load, variants
 
@@ -245,7 +244,7 @@ class PointRun:
             tokens = self.point.batch * held * len(family.layers(self.model))
             row.kv_bytes_per_token_and_layer = self.stock.cache_bytes / tokens
         context = self.point.prompt_length + count / 2
-        kv_bytes = KVCache().describe(self.model, family)["bytes_per_token_and_layer"]
+        kv_bytes = cache_of(self.configs[name]).describe(self.model, family)["bytes_per_token_and_layer"]
         experts = expected_experts(self.model, self.point.batch) if self.experts is None else self.experts
         read = step_bytes(self.model, self.point.batch, context, kv_bytes, experts)
         row.floor_ms = read / copy_bandwidth(self.device) * 1e3

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..ops import fp8 as fp8_entries
 from ..ops.experts import fused_experts, fused_experts_reference
 from ..ops.gqa_attention import paged_gqa_attention, paged_gqa_attention_reference
 from ..ops.mla_attention import latent_attention, latent_attention_reference
@@ -82,8 +83,10 @@ def _attention_case(
     scale: float,
     sizes: tuple[int, ...],
     flops: float,
+    fp8: str | None = None,
+    decode: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.double,
 ) -> Case:
-    """One query per row over `length` paged keys. sizes: what the op takes after `scale`."""
+    """One query per row over `length` paged keys. sizes: what the op takes after `scale`. decode: of FP8 entries."""
     storage, tables, lengths = pages["storage"], pages["tables"], pages["lengths"]
 
     def arguments(i: int) -> tuple[Any, ...]:
@@ -93,38 +96,45 @@ def _attention_case(
     query_bytes = sum(q.numel() * q.element_size() for q in queries[0])
 
     def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        out = op(*arguments(0))
+        out = op(*arguments(0), fp8=fp8)
         for row in range(batch):  # one by one: in float64 all of them might not fit
             used = tables[0, row].long()
             table = torch.arange(len(used), dtype=torch.int32, device=storage.device)[None]
             wide = [q[row : row + 1].double() for q in queries[0]]
-            exact = reference(*wide, storage[used].double(), table, lengths[row : row + 1], length, scale, *sizes)
+            exact = reference(*wide, decode(storage[used]), table, lengths[row : row + 1], length, scale, *sizes)
             yield out[row : row + 1], exact
 
     cheap = batch * row_bytes <= REFERENCE_BYTES
     return Case(
-        [partial(op, *arguments(i)) for i in range(len(queries))],
+        [partial(op, *arguments(i), fp8=fp8) for i in range(len(queries))],
         check,
-        partial(reference, *arguments(0)) if cheap else None,
+        partial(reference, *arguments(0), fp8=fp8) if cheap else None,
         batch * row_bytes + 2 * query_bytes,
         flops,
     )
 
 
-def latent_case(device: torch.device, dtype: torch.dtype, *, heads: int, batch: int, length: int) -> Case:
+def latent_case(
+    device: torch.device, dtype: torch.dtype, *, heads: int, batch: int, length: int, fp8: str | None = None
+) -> Case:
     rank, rope = 512, 64
     width = rank + rope
-    sets = num_sets(device, batch * length * width * dtype.itemsize)
+    entry_bytes = fp8_entries.latent_bytes(rank, rope, dtype) if fp8 else width * dtype.itemsize
+    sets = num_sets(device, batch * length * entry_bytes)
     queries = [
         (_randn(device, dtype, batch, 1, heads, rank), _randn(device, dtype, batch, 1, heads, rope))
         for _ in range(sets)
     ]
     flops = 2.0 * batch * heads * length * (width + rank)
     pages = _pages(device, dtype, sets, batch, length, width)
-    scale = width**-0.5
-    return _attention_case(
-        batch, length, pages, queries, latent_attention, latent_attention_reference, scale, (rank,), flops
-    )
+    options: dict[str, Any] = {}
+    if fp8 is not None:
+        latent, k_rope = pages["storage"].split([rank, rope], -1)
+        pages["storage"] = fp8_entries.encode_latents(latent, k_rope, fp8)
+        form: dict[str, Any] = dict(kind=fp8, rank=rank, rope=rope, dtype=dtype, out_dtype=torch.float64)
+        options = {"fp8": fp8, "decode": partial(fp8_entries.decode_latents, **form)}
+    ops, scale = (latent_attention, latent_attention_reference), width**-0.5
+    return _attention_case(batch, length, pages, queries, *ops, scale, (rank,), flops, **options)
 
 
 def gqa_case(device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads: int, batch: int, length: int) -> Case:
@@ -300,6 +310,8 @@ LAYERS: dict[str, tuple[int, tuple[int, ...], bool]] = {
     "LLM-7B q, k, v": (4096, (4096, 4096, 4096), True),
 }
 """size, counts, normed of `project_case`"""
+FP8_POINTS = ((16, 1, 32768), (16, 32, 8192), (128, 32, 8192))
+"""heads, batch, length of latent attention over FP8 pages, to be held against the same over plain ones"""
 GQA_HEADS = {"LLM-7B": (32, 32), "Qwen-7B": (28, 4), "Llama-70B": (64, 8)}
 GQA_POINTS = ((1, 1024), (32, 1024), (32, 8192))
 
@@ -310,6 +322,10 @@ def gpu_shapes() -> list[Shape]:
         for batch, length in points:
             build = partial(latent_case, heads=heads, batch=batch, length=length)
             shapes.append(Shape("latent_attention", f"{heads} heads, {batch}x{length}", build))
+    for heads, batch, length in FP8_POINTS:
+        for fp8 in fp8_entries.CODES:
+            build = partial(latent_case, heads=heads, batch=batch, length=length, fp8=fp8)
+            shapes.append(Shape("latent_attention", f"{heads} heads, {batch}x{length}, {fp8}", build))
     for name, (heads, kv_heads) in GQA_HEADS.items():
         for batch, length in GQA_POINTS:
             build = partial(gqa_case, heads=heads, kv_heads=kv_heads, batch=batch, length=length)
@@ -346,6 +362,7 @@ def cpu_shapes() -> list[Shape]:
     return [
         Shape("latent_attention", "16 heads, 1x256", partial(latent, heads=16, batch=1, length=256)),
         Shape("latent_attention", "16 heads, 4x256", partial(latent, heads=16, batch=4, length=256)),
+        Shape("latent_attention", "16 heads, 1x256, e4m3", partial(latent, heads=16, batch=1, length=256, fp8="e4m3")),
         Shape("gqa", "8/2 heads, 1x256", partial(gqa, batch=1, length=256)),
         Shape("gqa", "8/2 heads, 4x256", partial(gqa, batch=4, length=256)),
         Shape("experts", "16 of 256x128, 1 token", partial(experts, tokens=1)),

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from .. import families
 from ..errors import CacheFullError, PlanError, UnsupportedModelError
 from ..versions import crop_takes_length
+from .entries import Entries, check_dtype
 from .pages import PagePool, PageTable, check_page_options
 from .shared import SharedPages, SharedPool
 
@@ -29,14 +30,24 @@ class Pages:
 
     pool: PagePool
     storage: torch.Tensor
-    """[num_pages, page_size, width]"""
+    """[num_pages, page_size, width], as `format` stores them."""
     length: int
     """Keys held per row, counted from the first token still held."""
-    num_heads: int
-    key_dim: int
-    value_dim: int
+    format: Entries
     fresh: tuple[torch.Tensor, torch.Tensor] | None
-    """The keys and values just written, if nothing was held before them."""
+    """The keys and values just written, if nothing was held before them: as they were computed."""
+
+    @property
+    def fp8(self) -> str | None:
+        return self.format.fp8
+
+    @property
+    def num_heads(self) -> int:
+        return self.format.num_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.format.value_dim
 
     @property
     def address(self) -> None:
@@ -44,21 +55,25 @@ class Pages:
         return None
 
     def entries(self) -> torch.Tensor:
-        """[B, T, width] in sequence order: a view of the pages where one row lies in consecutive pages, else a copy."""
+        """[B, T, width] in sequence order: a view of the pages where one row lies in consecutive pages, else a copy.
+
+        FP8 entries are decoded.
+        """
         flat, offset = self.storage.flatten(0, 1), self.pool.offset
         if (run := self.pool.run(offset, offset + self.length)) is not None:
-            return flat[run].unsqueeze(0)
+            return self.format.decode(flat[run].unsqueeze(0))
         pages = self.storage[self.pool.block_table().long()]
-        return pages.flatten(1, 2)[:, : self.length]
+        return self.format.decode(pages.flatten(1, 2)[:, : self.length])
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B, heads, T, key_dim] and values [B, heads, T, value_dim], as a stock cache layer returns them."""
         if self.fresh is not None:
             return self.fresh
-        keys, values = self.entries().split([self.num_heads * self.key_dim, self.num_heads * self.value_dim], -1)
+        heads, key_dim, value_dim = self.num_heads, self.format.key_dim, self.value_dim
+        keys, values = self.entries().split([heads * key_dim, heads * value_dim], -1)
         return (
-            keys.unflatten(-1, (self.num_heads, self.key_dim)).transpose(1, 2),
-            values.unflatten(-1, (self.num_heads, self.value_dim)).transpose(1, 2),
+            keys.unflatten(-1, (heads, key_dim)).transpose(1, 2),
+            values.unflatten(-1, (heads, value_dim)).transpose(1, 2),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -95,9 +110,17 @@ def _no_reader() -> _Reader:
 class _Pools:
     """The pools of one cache: one per device and window."""
 
-    def __init__(self, page_size: int, max_pages: int | None, reserve_tokens: int, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        max_pages: int | None,
+        reserve_tokens: int,
+        counters: Counter[str],
+        fp8: str | None = None,
+        is_latent: bool = False,
+    ) -> None:
         self.page_size, self.max_pages, self.reserve_tokens = page_size, max_pages, reserve_tokens
-        self.counters = counters
+        self.counters, self.fp8, self.is_latent = counters, fp8, is_latent
         self.by_place: dict[tuple[torch.device, int | None], PagePool] = {}
         self.all: list[PagePool] = []
         # by number, not by layer object: with a cycle, the memory of a cache would wait for Python's collector
@@ -176,7 +199,9 @@ class PagedLayer(CacheLayerMixin):
         self.num_heads, self.key_dim = key_states.shape[1], key_states.shape[-1]
         self.value_dim = value_states.shape[-1]
         self.pool = self._pools.at(self.device, self.window, key_states.shape[0])
-        self.pool.add_layer(self._layer, self.num_heads * (self.key_dim + self.value_dim), self.dtype)
+        sizes = (self.num_heads, self.key_dim, self.value_dim)
+        self.format = Entries(*sizes, self.dtype, self._pools.fp8, self._pools.is_latent)
+        self.pool.add_layer(self._layer, self.format.width, self.format.storage_dtype)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -249,17 +274,19 @@ class PagedLayer(CacheLayerMixin):
     def _write(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
         flat = self.pool.storages[self._layer].flatten(0, 1)
         keys, values = keys.transpose(1, 2).flatten(2), values.transpose(1, 2).flatten(2)
-        if (run := self.pool.run(start, stop)) is not None:
+        run = self.pool.run(start, stop)
+        if run is None:
+            flat.index_copy_(0, self.pool.slots(start, stop), self.format.encode(keys, values).flatten(0, 1))
+        elif self.format.fp8 is not None:
+            flat[run] = self.format.encode(keys[0], values[0])
+        else:
             flat[run, : keys.shape[-1]] = keys[0]
             flat[run, keys.shape[-1] :] = values[0]
-        else:
-            entries = torch.cat((keys, values), -1).flatten(0, 1)
-            flat.index_copy_(0, self.pool.slots(start, stop), entries.to(flat.dtype))
 
     def _pages(self, fresh: tuple[torch.Tensor, torch.Tensor] | None = None) -> Pages:
         length = self.length - self.pool.offset
         storage = self.pool.storages[self._layer]
-        return Pages(self.pool, storage, length, self.num_heads, self.key_dim, self.value_dim, fresh)
+        return Pages(self.pool, storage, length, self.format, fresh)
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -362,6 +389,11 @@ class PagedCache(DynamicCache):
     @property
     def page_size(self) -> int:
         return self._pools.page_size
+
+    @property
+    def fp8(self) -> str | None:
+        """ "e4m3" or "e5m2" if pages hold FP8 entries."""
+        return self._pools.fp8
 
     @property
     def length(self) -> int:
@@ -503,18 +535,21 @@ def paged_cache(
     page_size: int = 64,
     max_pages: int | None = None,
     *,
+    dtype: str | None = None,
     reserve_tokens: int = 0,
     counters: Counter[str] | None = None,
 ) -> PagedCache:
     """A paged cache for `model`, optimized or not, to be passed to `model(...)` or `model.generate(...)`.
 
     page_size: tokens per page, a power of two >= 16. max_pages: most pages in one block table before CacheFullError;
-    None grows. Layers on another device or with another window have a table of their own. reserve_tokens: memory to
+    None grows. Layers on another device or with another window have a table of their own. dtype: None to store what
+    the model computes, or "fp8_e4m3" or "fp8_e5m2" to round it to 8 bits (docs/kv_cache.md). reserve_tokens: memory to
     take at once, in tokens per sequence; more is taken as needed.
 
-    Raises UnsupportedModelError if the model's cache holds more than keys and values, PlanError on a bad size.
+    Raises UnsupportedModelError if the model's cache holds more than keys and values, PlanError on a bad size or dtype.
     """
     check_page_options(page_size, max_pages)
+    fp8 = check_dtype(dtype)
     if not isinstance(reserve_tokens, int) or reserve_tokens < 0:
         raise PlanError(f"reserve_tokens must be an integer >= 0, got {reserve_tokens!r}")
     inner = families.unwrap(model)
@@ -525,5 +560,6 @@ def paged_cache(
             "use the cache transformers makes"
         )
     attentions = family.attentions(inner)
-    pools = _Pools(page_size, max_pages, reserve_tokens, Counter() if counters is None else counters)
+    counters = Counter() if counters is None else counters
+    pools = _Pools(page_size, max_pages, reserve_tokens, counters, fp8, family.attention == "mla")
     return PagedCache(pools, [family.sliding_window(a) for a in attentions], attentions)

@@ -209,7 +209,7 @@ class PagePool:
         return self.table.dropped * self.page_size
 
     def add_layer(self, layer: int, width: int, dtype: torch.dtype) -> None:
-        """Make room for the tokens of `layer`, `width` values each."""
+        """Make room for the tokens of `layer`, `width` elements of `dtype` each."""
         pages = max(self.table.high_water, self._reserved_pages())
         # outside of inference mode, so that pages filled in it can be written outside of it; entering costs 0.1 ms
         inside = torch.is_inference_mode_enabled()

@@ -350,7 +350,7 @@ class _Sampling:
         What is not ours runs for real, so that a long prompt is built for by its beginning.
         """
         past, (batch, count) = cache.get_seq_length(), input_ids.shape
-        size = (past > 0, batch > 1, (batch * count).bit_length(), starts is not None)
+        size = (past > 0, batch > 1, (batch * count).bit_length(), starts is not None, cache.fp8)
         if why_not_triton(input_ids.device) is not None or size in self.loop.built:
             return
         most = max(1, BUILD_TOKENS // batch)

@@ -89,6 +89,7 @@ class _Pages(NamedTuple):
 
     storage: torch.Tensor
     address: torch.Tensor
+    fp8: str | None
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("a graph reads pages in place")
@@ -184,7 +185,7 @@ class StepGraphs:
         device = stepper.model.device
         if self._last_use is not None:
             torch.cuda.current_stream(device).wait_event(self._last_use)
-        identity = (device, stepper.model.identity(), cache.page_size)
+        identity = (device, stepper.model.identity(), cache.page_size, cache.fp8)
         if identity != self._identity:
             self._drop()
             self._identity = identity
@@ -225,8 +226,7 @@ class StepGraphs:
                 self._prompt_buffers = PromptBuffers.make(device)
             self._prompt_buffers.set(input_ids, positions, slots)
             if (found := self._prompts.get(size)) is None:
-                entry = (held[0].storage.shape[-1], held[0].storage.dtype)
-                step = partial(record_prompt, stepper, size, self._prompt_buffers, self._addresses, entry)
+                step = partial(record_prompt, stepper, size, self._prompt_buffers, self._addresses, held[0])
                 # the run before the capture writes what the replay writes again
                 found = self._prompts[size] = self._capture(device, step, ())
                 self.counters["cuda_graphs: prompts captured"] += 1
@@ -406,7 +406,7 @@ class GraphRun:
         assert self.graphs._addresses is not None
         addresses = self.graphs._addresses.split(1)
         for layer, storage, address in zip(model.layers, self._storages, addresses, strict=True):
-            x = layer_step(layer, x, _Pages(storage, address), place)
+            x = layer_step(layer, x, _Pages(storage, address, self.cache.fp8), place)
         logits = head_step(model, x)
         if choice is not None:
             greedy = choice.is_greedy

@@ -174,8 +174,9 @@ def earlier_blocks(pool: Any, rows: slice, count: int, most: int) -> Iterator[tu
 
 
 def read_entries(held: Any, where: slice | Tensor, rows: int) -> Tensor:
-    """The entries [rows, tokens, width] that lie at `where`: a view where they lie together."""
-    return held.storage.flatten(0, 1)[where].unflatten(0, (rows, -1))
+    """The entries [rows, tokens, width] that lie at `where`: a view where they lie together. FP8 ones are decoded."""
+    entries: Tensor = held.format.decode(held.storage.flatten(0, 1)[where].unflatten(0, (rows, -1)))
+    return entries
 
 
 # How a prompt is cut
@@ -308,7 +309,7 @@ def attend_latents(attention: LatentAttention, norm: Norm, x: Tensor, held: Any,
     query = query.view(*span.shape, -1, attention.head_dim)
     compressed = compressed.view(*span.shape, -1)
     layout, cos, sin = span.rotation
-    prefill_write(query, compressed, *attention.latent_norm, cos, sin, layout, held.storage, span.slots)
+    prefill_write(query, compressed, *attention.latent_norm, cos, sin, layout, held.storage, span.slots, fp8=held.fp8)
     query = query[:, span.shape[1] - wanted :]
     if wanted == 0:
         return query
@@ -330,24 +331,32 @@ def attend_latents(attention: LatentAttention, norm: Norm, x: Tensor, held: Any,
 
 
 def attend_grouped(attention: GroupedAttention, norm: Norm, x: Tensor, held: Any, span: Span, wanted: int) -> Tensor:
-    """`attend_latents` for grouped-query attention. Keys and values are read from the pages."""
+    """`attend_latents` for grouped-query attention. Keys and values are read from the pages, but those of the piece
+    itself from a buffer where pages hold FP8."""
     parts_of = project(x, attention.inputs, attention.biases, norm=norm)
     query, key, value = (part.view(*span.shape, -1, attention.head_dim) for part in parts_of)
     _, cos, sin = span.rotation
-    query = entry_write(query, key, value, cos, sin, held.storage, span.slots)[:, span.shape[1] - wanted :]
-    del key, value, parts_of
+    new = (query, key, value, cos, sin)
+    if held.fp8 is None or wanted == 0:
+        own, query = None, entry_write(*new, held.storage, span.slots, fp8=held.fp8)
+    else:  # attention within the piece is over keys and values as computed
+        entry_write(*new, held.storage, span.slots, fp8=held.fp8)
+        own = x.new_empty(1, x.shape[0], 2 * key[0, 0].numel())
+        query = entry_write(*new, own, torch.arange(x.shape[0], device=x.device))
+    query = query[:, span.shape[1] - wanted :]
+    del key, value, parts_of, new
     if wanted == 0:
         return query
 
-    def part(where: slice | Tensor, first: int, causal: bool) -> Part:
-        entries = read_entries(held, where, span.shape[0])
+    def part(entries: Tensor, first: int, causal: bool) -> Part:
         key, value = entries.unflatten(-1, (2, attention.num_kv_heads, attention.head_dim)).unbind(2)
         starts = None if span.starts is None else span.starts - first
         return prefill_attention(query, key, value, attention.scale, causal=causal, starts=starts)
 
     def parts() -> Iterator[Part]:
         for first, _, where in span.earlier:
-            yield part(where, first, False)
-        yield part(span.own, span.first, wanted > 1)
+            yield part(read_entries(held, where, span.shape[0]), first, False)
+        latest = read_entries(held, span.own, span.shape[0]) if own is None else own.view(*span.shape, -1)
+        yield part(latest, span.first, wanted > 1)
 
     return merge(parts())

@@ -9,7 +9,7 @@ Letters as in `prefill.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,13 @@ class _Staged(NamedTuple):
     """A layer's entries until they are copied to its pages."""
 
     storage: torch.Tensor
-    """[1, S, width]"""
+    """[1, S, width], as `format` stores them."""
+    format: Any
+
+    @property
+    def fp8(self) -> str | None:
+        fp8: str | None = self.format.fp8
+        return fp8
 
 
 def size_class(count: int) -> int | None:
@@ -69,17 +75,15 @@ def size_class(count: int) -> int | None:
     return next((size for size in CLASSES if size >= count), None)
 
 
-def record(
-    stepper: Stepper, size: int, buffers: PromptBuffers, addresses: torch.Tensor, entry: tuple[int, torch.dtype]
-) -> torch.Tensor:
+def record(stepper: Stepper, size: int, buffers: PromptBuffers, addresses: torch.Tensor, like: Any) -> torch.Tensor:
     """Run a prompt of class `size` on the buffers: run once to warm up, once more to be captured. Logits [1, V].
 
-    addresses [layers] int64: where each layer's pages are. entry: the width and dtype of their rows.
+    addresses [layers] int64: where each layer's pages are. like: pages of one layer, for their width and format.
     """
     model = stepper.model
     tokens = buffers.tokens[:size]
     hidden = F.embedding(tokens, model.embedding)
-    staging = torch.empty(1, size, entry[0], dtype=entry[1], device=hidden.device)
+    staging = like.storage.new_empty(1, size, like.storage.shape[-1])
     own = torch.arange(size, device=hidden.device)
     span = Span(
         shape=(1, size),
@@ -93,6 +97,6 @@ def record(
         counters=buffers.counters,
     )
     for layer, address in zip(model.layers, addresses.split(1), strict=True):
-        hidden = layer_step(layer, hidden, _Staged(staging), span, size, ACTIVATION_BYTES)
+        hidden = layer_step(layer, hidden, _Staged(staging, like.format), span, size, ACTIVATION_BYTES)
         entry_copy(staging[0], staging, buffers.slots[:size], address=address)
     return head_step(model, hidden.index_select(0, buffers.last))

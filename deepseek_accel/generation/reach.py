@@ -24,6 +24,10 @@ class Held(Protocol):
     def address(self) -> torch.Tensor | None:
         """[1] int64 on the device: where the storage is now, for graphs that outlive it."""
 
+    @property
+    def fp8(self) -> str | None:
+        """ "e4m3" or "e5m2" if the storage holds FP8 entries (`ops/fp8.py`)."""
+
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (latents and rotary keys) [B, heads, T, size]."""
 
@@ -83,6 +87,7 @@ def attend_latents(
         mask=reach.mask,
         num_splits=reach.num_splits,
         address=held.address,
+        fp8=held.fp8,
     )
 
 
@@ -115,4 +120,5 @@ def attend_grouped(
         mask=reach.mask,
         num_splits=reach.num_splits,
         address=held.address,
+        fp8=held.fp8,
     )

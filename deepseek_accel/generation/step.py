@@ -83,6 +83,7 @@ def latent_attention(
         held.storage,
         place.slots,
         address=held.address,
+        fp8=held.fp8,
     )
     return attend_latents(q_latent, q_rope, held, place.reach, attention.scale, attention.w_uv)
 
@@ -94,7 +95,7 @@ def grouped_attention(
     heads = (*place.shape, -1, attention.head_dim)
     query, key, value = (part.view(heads) for part in project(x, attention.inputs, attention.biases, norm=norm))
     _, cos, sin = place.rotation
-    query = entry_write(query, key, value, cos, sin, held.storage, place.slots, address=held.address)
+    query = entry_write(query, key, value, cos, sin, held.storage, place.slots, address=held.address, fp8=held.fp8)
     return attend_grouped(query, held, place.reach, attention.scale, attention.num_kv_heads, attention.head_dim)
 
 

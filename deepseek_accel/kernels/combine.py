@@ -126,17 +126,29 @@ def least_blocks(num_programs: int, processors: int) -> int:
 
 @choices.by_device
 def launch_options(
-    capability: tuple[int, int], num_rows: int, page_size: int, key_width: int, value_width: int, element_size: int
+    capability: tuple[int, int],
+    num_rows: int,
+    page_size: int,
+    key_width: int,
+    value_width: int,
+    element_size: int,
+    fp8_width: int = 0,
 ) -> LaunchOptions:
     """Block sizes, warps and stages for `num_rows` rows over entries of `key_width` (with what lies beside the key).
 
     One entry takes key_width * element_size bytes of shared memory. Small row blocks, which wait for memory, take half
     of it, so that two programs on a processor hide each other's waits, or all of it where only that holds two blocks
     of 64 keys ahead (DeepSeek's latents on an H200: 20 to 40 % faster); large ones, waiting for the tensor cores, all.
+
+    fp8_width: how many of an entry's numbers are stored in one byte. They wait as bytes, and are in shared memory once
+    more, as numbers, while they are multiplied.
     """
     shared = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
     block_rows = min(padded(num_rows), 16 if element_size > 2 else 32 if shared == SMALLEST_SHARED_BYTES else 64)
+    if fp8_width and capability[0] < 9:
+        block_rows = 16  # more would not fit in registers beside what is being decoded
     entry_bytes = key_width * element_size
+    waiting_bytes = entry_bytes - fp8_width * (element_size - 1)
     small = block_rows < 64
     # Matrix instructions that read both operands from shared memory (Hopper's and later) hold one buffer longer.
     extra = 0 if small or capability[0] < 9 else 1
@@ -146,9 +158,11 @@ def launch_options(
         block_keys = min(keys, page_size)
         buffers = max(num_stages - 1, 1) + extra
         allowed = shared // 2 if small and not alone else shared
-        if (block_rows + buffers * block_keys) * entry_bytes + SCRATCH_BYTES <= allowed:
+        decoded = block_keys * fp8_width * element_size
+        if block_rows * entry_bytes + buffers * block_keys * waiting_bytes + decoded + SCRATCH_BYTES <= allowed:
             break
-    num_warps = 8 if block_rows * value_width >= 1 << 14 else 4
+    # a block of codes is decoded by all warps before it is multiplied
+    num_warps = 8 if block_rows * value_width >= 1 << 14 or block_keys * fp8_width >= 1 << 15 else 4
     return LaunchOptions(block_rows, block_keys, num_warps, num_stages)
 
 

@@ -39,6 +39,8 @@ def launch(
     num_tokens, width = entries.shape
     if num_tokens == 0:
         return
+    if entries.dtype == torch.uint8 and width % 4 == 0:  # four bytes at a time
+        entries, storage, width = entries.view(torch.int32), storage.view(torch.int32), width // 4
     block = min(triton.next_power_of_2(width), BLOCK)
     pdl = launching.uses_pdl(entries.device)
     launching.launch(

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deepseek_accel.kernels import fp8 as fp8_numbers
 from deepseek_accel.kernels import launching
 from deepseek_accel.kernels.combine import (
     LOG2_E,
@@ -31,6 +32,7 @@ from deepseek_accel.kernels.combine import (
     storage_pointer,
     store_rows,
 )
+from deepseek_accel.kernels.entry_layout import EntryLayout, grouped_layout
 
 
 @triton.jit(
@@ -45,10 +47,12 @@ def gqa_attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr,
+    VALUES_AT: tl.constexpr, SCALES_AT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """WIDTH, VALUES_AT: in elements of the storage. FP8: see `kernels/fp8.py`; an entry is then bytes, with scales at
+    SCALES_AT, which are applied to scores and weights."""
     launching.launch_dependents(PDL)
-    WIDTH: tl.constexpr = KV_HEADS * (HEAD_DIM + VALUE_DIM)
     row_block = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     batch = tl.program_id(1).to(tl.int64)
@@ -71,6 +75,8 @@ def gqa_attention_kernel(
     if SPLIT and first >= last:
         return
     storage = storage_pointer(storage, address)
+    if FP8:
+        scales = (storage + SCALES_AT).to(tl.pointer_type(tl.float32)) + kv_head
     limits = tl.zeros((BLOCK_ROWS,), tl.int32) + length
     if CAUSAL:
         limits = length - num_queries + position_in_queries + 1
@@ -86,7 +92,7 @@ def gqa_attention_kernel(
     mask_offsets = batch * mask_stride_b + position_in_queries * mask_stride_s
     table_row = block_table + batch * table_stride
     storage += kv_head * HEAD_DIM
-    value_offset = KV_HEADS * HEAD_DIM + kv_head * (VALUE_DIM - HEAD_DIM)
+    value_offset = VALUES_AT + kv_head * (VALUE_DIM - HEAD_DIM)
 
     row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -99,23 +105,38 @@ def gqa_attention_kernel(
         position = block * BLOCK_KEYS
         keys = position + offsets
         present = (keys >= start) & (keys < length)
-        entries = storage + page * (PAGE_SIZE * WIDTH) + (position % PAGE_SIZE + offsets)[:, None] * WIDTH
+        places = position % PAGE_SIZE + offsets
+        entries = storage + page * (PAGE_SIZE * WIDTH) + places[:, None] * WIDTH
         key_present = present[:, None]
         if BLOCK_DIM != HEAD_DIM:
             key_present = key_present & (columns < HEAD_DIM)[None, :]
         value_present = present[:, None]
         if BLOCK_VALUE != VALUE_DIM:
             value_present = value_present & (value_columns < VALUE_DIM)[None, :]
-        key_block = tl.load(entries + columns[None, :], mask=key_present, other=0.0)
-        value_block = tl.load(entries + value_offset + value_columns[None, :], mask=value_present, other=0.0)
-        scores = tl.dot(queries, tl.trans(key_block), input_precision="ieee")
+        if FP8:
+            key_codes = tl.load(entries + columns[None, :], mask=key_present, other=0)
+            value_codes = tl.load(entries + value_offset + value_columns[None, :], mask=value_present, other=0)
+            scale_places = scales + page * (PAGE_SIZE * (WIDTH // 4)) + places * (WIDTH // 4)
+            key_scale = tl.load(scale_places, mask=present, other=0.0)
+            value_scale = tl.load(scale_places + KV_HEADS, mask=present, other=0.0)
+            key_block = fp8_numbers.decode(key_codes, queries.dtype, FP8, BLOCK_ROWS >= 64)
+            value_block = fp8_numbers.decode(value_codes, queries.dtype, FP8, BLOCK_ROWS >= 64)
+            scores = tl.dot(queries, tl.trans(key_block), input_precision="ieee") * key_scale[None, :]
+        else:
+            key_block = tl.load(entries + columns[None, :], mask=key_present, other=0.0)
+            value_block = tl.load(entries + value_offset + value_columns[None, :], mask=value_present, other=0.0)
+            scores = tl.dot(queries, tl.trans(key_block), input_precision="ieee")
         scores = masked_scores(
             scores * scale_log2, keys, present, limits, mask, mask_offsets, mask_stride_t, mask_floor, max_length, live,
             MASK_IS_BOOL,
         )  # fmt: skip
         weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum)
+        if FP8:
+            weights *= fp8_numbers.lifted(value_scale, FP8)[None, :]
         total = tl.dot(weights.to(value_block.dtype), value_block, total * rescale[:, None], input_precision="ieee")
 
+    if FP8:
+        total = fp8_numbers.lowered(total, FP8)
     out_offsets = batch * out_stride_b + position_in_queries * out_stride_s + head * out_stride_h
     store_rows(total, row_max, row_sum, out, out_offsets, lse, part_rows, value_columns, live, VALUE_DIM, SPLIT)
 
@@ -139,17 +160,21 @@ def plan(
     capability: tuple[int, int] | None = None,
     options: LaunchOptions | None = None,
     pdl: bool | None = None,
+    fp8: str | None = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
     """The output (not yet written) and the launches that write it. least: instead of `least_blocks`."""
     batch, num_queries, heads, head_dim = query.shape
-    group, page_size = heads // num_kv_heads, storage.shape[1]
+    group, page_size, width = heads // num_kv_heads, storage.shape[1], padded(head_dim) + padded(value_dim)
+    plain = EntryLayout(num_kv_heads * head_dim, 0, num_kv_heads * (head_dim + value_dim))
+    layout = grouped_layout(num_kv_heads, head_dim, value_dim) if fp8 else plain
     options = options or launch_options(
         capability or storage.device,
         num_queries * group,
         page_size,
-        padded(head_dim) + padded(value_dim),
+        width,
         padded(value_dim),
-        storage.element_size(),
+        query.element_size(),
+        fp8_width=width if fp8 else 0,
     )
     programs = triton.cdiv(num_queries * group, options.block_rows) * num_kv_heads
     if num_splits is None:
@@ -189,6 +214,10 @@ def plan(
         "STAGES": options.num_stages,
         "CAUSAL": causal,
         "SPLIT": num_splits > 1,
+        "FP8": fp8_numbers.VARIANTS[fp8],
+        "VALUES_AT": layout.second,
+        "SCALES_AT": layout.scales,
+        "WIDTH": layout.width,
         "PDL": launching.uses_pdl(storage.device) if pdl is None else pdl,
         **mask_arguments(mask),
     }
@@ -210,9 +239,9 @@ def launch(*arguments: Any, **options: Any) -> torch.Tensor:
 
 
 def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
-    """Llama-3 8B (head dim 128, group 4), decode and drafted tokens, and Qwen2-like 64-wide heads."""
+    """Llama-3 8B (head dim 128, group 4), decode and drafted tokens, and Qwen2-like 64-wide heads, FP8."""
     cases = []
-    variants = (  # group, head_dim, queries, page_size, num_splits, mask, dtype, what else
+    variants = (  # group, head_dim, queries, page_size, num_splits, mask, dtype, what else: a graph, FP8
         (4, 128, 1, 64, 4, None, torch.bfloat16, ""),
         (4, 128, 1, 64, 4, None, torch.bfloat16, "graph"),
         (1, 128, 1, 64, 1, None, torch.bfloat16, "graph"),
@@ -220,14 +249,21 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         (4, 128, 16, 64, 1, torch.bool, torch.bfloat16, ""),
         (7, 64, 1, 64, 4, torch.bfloat16, torch.bfloat16, ""),
         (4, 128, 1, 64, 4, None, torch.float32, ""),
+        (4, 128, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
+        (4, 128, 16, 64, 1, torch.bool, torch.bfloat16, "e5m2"),
+        (7, 64, 1, 16, 4, None, torch.float16, "e4m3"),
     )
-    for group, head_dim, queries, page_size, num_splits, mask_dtype, dtype, graph in variants:
+    for group, head_dim, queries, page_size, num_splits, mask_dtype, dtype, extra in variants:
+        graph = "graph" in extra
+        fp8 = next((kind for kind in ("e4m3", "e5m2") if kind in extra), None)
         meta = {"dtype": dtype, "device": "meta"}
         index = {"dtype": torch.int32, "device": "meta"}
         for capability in (80, 89, 90, 100):
             _, launches = plan(
                 torch.empty(2, queries, 8 * group, head_dim, **meta),
-                torch.empty(64, page_size, 16 * head_dim, **meta),
+                torch.empty(64, page_size, 16 * head_dim + 64, dtype=torch.uint8, device="meta")
+                if fp8
+                else torch.empty(64, page_size, 16 * head_dim, **meta),
                 torch.empty(2, 32, **index),
                 torch.empty(2, **index),
                 1024,
@@ -239,10 +275,11 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 num_splits=num_splits,
                 address=torch.empty(1, dtype=torch.int64, device="meta") if graph else None,
                 capability=divmod(capability, 10),
-                pdl=bool(graph) and capability >= 90,
+                pdl=graph and capability >= 90,
+                fp8=fp8,
             )
             kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
-            name = f"gqa D{head_dim} group{group} S{queries} P{page_size} splits{num_splits} {kind} {graph}"
+            name = f"gqa D{head_dim} group{group} S{queries} P{page_size} splits{num_splits} {kind} {extra}"
             cases.append(compile_case(name.strip(), launches[0], capability))
             if len(launches) > 1:
                 cases.append(compile_case(f"combine of {name}".strip(), launches[1], capability))

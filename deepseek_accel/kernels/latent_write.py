@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from . import fp8 as fp8_numbers
 from . import launching
 from .combine import aligned, padded, storage_pointer
+from .entry_layout import EntryLayout, latent_layout
 
 # Up to this many tokens w_uk is read at most four times, with dependent launch even before the query is there; beyond,
 # torch's batched matrix product is as fast.
@@ -37,7 +39,7 @@ def _write_entry(
     token, query, compressed, norm_weight, cos, sin, storage, address, slots, q_rope, angle, angle_stride, eps,
     H: tl.constexpr, N: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr,
-    PDL: tl.constexpr,
+    FP8: tl.constexpr, ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The entry and the rotated queries of one token, whose cos and sin begin at `angle`."""
     column = tl.arange(0, BLOCK_C)
@@ -46,7 +48,7 @@ def _write_entry(
     launching.wait(PDL)
     storage = storage_pointer(storage, address)
     slot = tl.load(slots + token)
-    entry, page = compressed + token * (C + 2 * HALF), storage + slot * (C + 2 * HALF)
+    entry, page = compressed + token * (C + 2 * HALF), storage + slot * WIDTH
     c = tl.load(cos + angle + pair * angle_stride, mask=pair < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + angle + pair * angle_stride, mask=pair < HALF, other=0.0).to(tl.float32)
     # an idle row has slot -1 and writes nothing
@@ -54,8 +56,16 @@ def _write_entry(
     value = tl.load(entry + column, mask=column < C, other=0.0)
     wide = value.to(tl.float32)
     normal = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / C + eps)).to(value.dtype).to(tl.float32)
-    tl.store(page + column, (weight * normal).to(storage.dtype.element_ty), mask=stored)
-    _rotate(entry + C, page + C, c, s, pair, pair < tl.where(slot >= 0, HALF, 0), HALF, PAIRS_IN, PAIRS_OUT)
+    if FP8:
+        latent = (weight * normal).to(value.dtype).to(tl.float32)
+        scale = fp8_numbers.scale_of(latent, FP8)
+        tl.store(page + column, fp8_numbers.encode(latent, scale, FP8), mask=stored)
+        tl.store((page + SCALE_AT).to(tl.pointer_type(tl.float32)), scale, mask=slot >= 0)
+        rope = (page + ROPE_AT).to(tl.pointer_type(value.dtype))
+    else:
+        tl.store(page + column, (weight * normal).to(storage.dtype.element_ty), mask=stored)
+        rope = page + C
+    _rotate(entry + C, rope, c, s, pair, pair < tl.where(slot >= 0, HALF, 0), HALF, PAIRS_IN, PAIRS_OUT)
     head = tl.arange(0, BLOCK_H)[:, None]
     source = query + (token * H + head) * (N + 2 * HALF) + N
     target = q_rope + (token * H + head) * (2 * HALF)
@@ -92,7 +102,7 @@ def latent_write_kernel(
     cos,  # [B or 1, S, HALF]
     sin,
     w_uk,  # [H, N, C] of any strides but unit last
-    storage,  # [tokens, C + R]
+    storage,  # [tokens, WIDTH]
     address,
     slots,  # [B * S]; a negative one is not written
     q_latent,  # [H, B * S, C]; written if ABSORB
@@ -118,6 +128,10 @@ def latent_write_kernel(
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     ABSORB: tl.constexpr,
+    FP8: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The first programs write an entry and rotate a token's queries each; the others, if ABSORB, absorb them.
@@ -131,7 +145,7 @@ def latent_write_kernel(
         angle = (token // num_queries) * angle_row_stride + (token % num_queries) * angle_query_stride
         _write_entry(
             token, query, compressed, norm_weight, cos, sin, storage, address, slots, q_rope, angle, angle_stride, eps,
-            H, N, C, HALF, BLOCK_H, BLOCK_C, BLOCK_HALF, PAIRS_IN, PAIRS_OUT, PDL,
+            H, N, C, HALF, BLOCK_H, BLOCK_C, BLOCK_HALF, PAIRS_IN, PAIRS_OUT, FP8, ROPE_AT, SCALE_AT, WIDTH, PDL,
         )  # fmt: skip
     elif ABSORB:
         BLOCKS: tl.constexpr = (C + BLOCK_COLS - 1) // BLOCK_COLS
@@ -146,7 +160,15 @@ def latent_write_kernel(
 
 @functools.cache
 def constants(
-    heads: int, nope: int, rank: int, half: int, layout: str, absorb: bool, num_tokens: int
+    heads: int,
+    nope: int,
+    rank: int,
+    half: int,
+    layout: str,
+    absorb: bool,
+    num_tokens: int,
+    fp8: str | None,
+    element_size: int,
 ) -> tuple[Any, ...]:
     """The kernel's constexpr parameters, in order, without PDL."""
     block_n = padded(nope)
@@ -155,7 +177,14 @@ def constants(
     columns = min(padded(rank), max(16, 8192 // block_n))
     block_heads = triton.next_power_of_2(heads)
     blocks = (block_tokens, block_heads, triton.next_power_of_2(rank), triton.next_power_of_2(half), block_n, columns)
-    return (heads, nope, rank, half, *blocks, layout != "halves", layout == "pairs", absorb)
+    pairs = (layout != "halves", layout == "pairs")
+    return (heads, nope, rank, half, *blocks, *pairs, absorb, *fp8_constants(fp8, rank, 2 * half, element_size))
+
+
+def fp8_constants(fp8: str | None, rank: int, rope: int, element_size: int) -> tuple[int, ...]:
+    """FP8, ROPE_AT, SCALE_AT and WIDTH: how a latent entry is written."""
+    layout = latent_layout(rank, rope, element_size) if fp8 else EntryLayout(0, 0, rank + rope)
+    return (fp8_numbers.VARIANTS[fp8], *layout)
 
 
 def launch(
@@ -171,6 +200,7 @@ def launch(
     slots: torch.Tensor,
     address: torch.Tensor | None = None,
     pdl: bool | None = None,
+    fp8: str | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(q_latent, q_rope); q_latent is None where the tokens are too many for this kernel to absorb."""
     batch, num_queries, heads, width = query.shape
@@ -181,7 +211,7 @@ def launch(
     q_latent = query.new_empty(heads, batch, num_queries, rank).permute(1, 2, 0, 3) if absorb else q_rope
     if q_rope.numel() == 0:
         return None, q_rope
-    fixed = constants(heads, nope, rank, half, layout, absorb, tokens)
+    fixed = constants(heads, nope, rank, half, layout, absorb, tokens, fp8, compressed.element_size())
     block_tokens, columns = fixed[4], fixed[9]
     absorbing = -(-tokens // block_tokens) * heads * -(-rank // columns) if absorb else 0
     pdl = launching.uses_pdl(query.device) if pdl is None else pdl
@@ -223,14 +253,14 @@ def compile_cases() -> list[tuple[Any, ...]]:
     types |= {"slots": "*i64", "address": "*i64", "eps": "fp32"}
     cases = []
     for name, heads, layout, angle in (("v2-lite", 16, "pairs", "*fp32"), ("v3", 128, "pairs_to_halves", "*bf16")):
-        for tokens in (1, 32, 128, 512):
+        for tokens, fp8 in ((1, None), (32, None), (128, None), (512, None), (32, "e4m3"), (512, "e5m2")):
             for pdl, only in ((False, {}), (True, {"capability": 90}), (True, {"capability": 100})):
-                values = (*constants(heads, 128, 512, 32, layout, tokens <= MAX_ABSORBED_TOKENS, tokens), pdl)
+                values = (*constants(heads, 128, 512, 32, layout, tokens <= MAX_ABSORBED_TOKENS, tokens, fp8, 2), pdl)
                 fixed = dict(zip(names[-len(values) :], values, strict=True))
                 signature = dict.fromkeys(names, "i32") | types | {"cos": angle, "sin": angle}
-                signature |= dict.fromkeys(fixed, "constexpr")
+                signature |= ({"storage": "*u8"} if fp8 else {}) | dict.fromkeys(fixed, "constexpr")
                 attrs = aligned(names, (*types, "cos", "sin", "uk_head_stride", "uk_row_stride"))
                 options = {"num_warps": 4, "num_stages": 3, "attrs": attrs} | only
-                case = f"latent_write-{name}-T{tokens}{'-pdl' * pdl}"
+                case = f"latent_write-{name}-T{tokens}{'-pdl' * pdl}{f'-{fp8}' if fp8 else ''}"
                 cases.append((case, latent_write_kernel, signature, fixed, options))
     return cases

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deepseek_accel.kernels import fp8 as fp8_numbers
 from deepseek_accel.kernels import launching
 from deepseek_accel.kernels.combine import (
     LOG2_E,
@@ -32,6 +33,7 @@ from deepseek_accel.kernels.combine import (
     store_rows,
 )
 from deepseek_accel.kernels.combine_project import combine_project_launch
+from deepseek_accel.kernels.entry_layout import EntryLayout, latent_layout
 
 
 @triton.jit(
@@ -45,8 +47,12 @@ def mla_attention_kernel(
     mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr, ROPE_AT: tl.constexpr,
+    SCALE_AT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """WIDTH: of an entry in elements of the storage. FP8: see `kernels/fp8.py`; an entry is then bytes, with the rotary
+    key from ROPE_AT on and the scale at SCALE_AT. The scale is applied to scores and weights, which are fewer than the
+    latent's numbers."""
     launching.launch_dependents(PDL)
     row_block = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
@@ -69,6 +75,10 @@ def mla_attention_kernel(
     if SPLIT and first >= last:
         return
     storage = storage_pointer(storage, address)
+    if FP8:
+        ROPE_WIDTH: tl.constexpr = WIDTH * 8 // q_rope.dtype.element_ty.primitive_bitwidth
+        ropes = (storage + ROPE_AT).to(tl.pointer_type(q_rope.dtype.element_ty))
+        scales = (storage + SCALE_AT).to(tl.pointer_type(tl.float32))
     limits = tl.zeros((BLOCK_ROWS,), tl.int32) + length
     if CAUSAL:
         limits = length - num_queries + query + 1
@@ -99,26 +109,38 @@ def mla_attention_kernel(
         position = block * BLOCK_KEYS
         keys = position + offsets
         present = (keys >= start) & (keys < length)
-        entries = (
-            storage + page * (PAGE_SIZE * (RANK + ROPE)) + (position % PAGE_SIZE + offsets)[:, None] * (RANK + ROPE)
-        )
+        places = position % PAGE_SIZE + offsets
+        entries = storage + page * (PAGE_SIZE * WIDTH) + places[:, None] * WIDTH
         latent_present = present[:, None]
         if BLOCK_RANK != RANK:
             latent_present = latent_present & (columns < RANK)[None, :]
         rope_present = present[:, None]
         if BLOCK_ROPE != ROPE:
             rope_present = rope_present & (rope_columns < ROPE)[None, :]
-        latent = tl.load(entries + columns[None, :], mask=latent_present, other=0.0)
-        rope = tl.load(entries + RANK + rope_columns[None, :], mask=rope_present, other=0.0)
-        scores = tl.dot(query_latent, tl.trans(latent), input_precision="ieee")
+        if FP8:
+            codes = tl.load(entries + columns[None, :], mask=latent_present, other=0)
+            rope_entries = ropes + page * (PAGE_SIZE * ROPE_WIDTH) + places[:, None] * ROPE_WIDTH
+            rope = tl.load(rope_entries + rope_columns[None, :], mask=rope_present, other=0.0)
+            scale_places = scales + page * (PAGE_SIZE * (WIDTH // 4)) + places * (WIDTH // 4)
+            key_scale = tl.load(scale_places, mask=present, other=0.0)
+            latent = fp8_numbers.decode(codes, query_latent.dtype, FP8, BLOCK_ROWS >= 64)
+            scores = tl.dot(query_latent, tl.trans(latent), input_precision="ieee") * key_scale[None, :]
+        else:
+            latent = tl.load(entries + columns[None, :], mask=latent_present, other=0.0)
+            rope = tl.load(entries + RANK + rope_columns[None, :], mask=rope_present, other=0.0)
+            scores = tl.dot(query_latent, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(query_rope, tl.trans(rope), scores, input_precision="ieee")
         scores = masked_scores(
             scores * scale_log2, keys, present, limits, mask, mask_offsets, mask_stride_t, mask_floor, max_length, live,
             MASK_IS_BOOL,
         )  # fmt: skip
         weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum)
+        if FP8:
+            weights *= fp8_numbers.lifted(key_scale, FP8)[None, :]
         total = tl.dot(weights.to(latent.dtype), latent, total * rescale[:, None], input_precision="ieee")
 
+    if FP8:
+        total = fp8_numbers.lowered(total, FP8)
     out_offsets = batch * out_stride_b + query * out_stride_s + head * out_stride_h
     store_rows(total, row_max, row_sum, out, out_offsets, lse, part_rows, columns, live, RANK, SPLIT)
 
@@ -143,6 +165,7 @@ def plan(
     capability: tuple[int, int] | None = None,
     options: LaunchOptions | None = None,
     pdl: bool | None = None,
+    fp8: str | None = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
     """The output (not yet written) and the launches that write it.
 
@@ -150,14 +173,17 @@ def plan(
     """
     batch, num_queries, heads, _ = q_latent.shape
     page_size, rope = storage.shape[1], q_rope.shape[3]
-    num_rows = num_queries * heads
+    num_rows, width = num_queries * heads, padded(latent_rank) + padded(rope)
+    number_bytes = q_latent.element_size()
+    layout = latent_layout(latent_rank, rope, number_bytes) if fp8 else EntryLayout(0, 0, latent_rank + rope)
     options = options or launch_options(
         capability or storage.device,
         num_rows,
         page_size,
-        padded(latent_rank) + padded(rope),
+        width,
         padded(latent_rank),
-        storage.element_size(),
+        number_bytes,
+        fp8_width=padded(latent_rank) if fp8 else 0,
     )
     row_blocks = triton.cdiv(num_rows, options.block_rows)
     if num_splits is None:
@@ -205,6 +231,10 @@ def plan(
         "STAGES": options.num_stages,
         "CAUSAL": causal,
         "SPLIT": split,
+        "FP8": fp8_numbers.VARIANTS[fp8],
+        "ROPE_AT": layout.second,
+        "SCALE_AT": layout.scales,
+        "WIDTH": layout.width,
         "PDL": launching.uses_pdl(storage.device) if pdl is None else pdl,
         **mask_arguments(mask),
     }
@@ -227,9 +257,9 @@ def launch(*arguments: Any, **options: Any) -> torch.Tensor:
 
 
 def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
-    """DeepSeek-V2-Lite (16 heads) and V3 (128), decode and five drafted tokens, with and without a mask."""
+    """DeepSeek-V2-Lite (16 heads) and V3 (128), decode and five drafted tokens, with and without a mask, FP8."""
     cases = []
-    variants = (  # heads, queries, page_size, num_splits, mask, dtype, what else
+    variants = (  # heads, queries, page_size, num_splits, mask, dtype, what else: a graph, or what entries are made of
         (16, 1, 64, 4, None, torch.bfloat16, ""),
         (16, 1, 64, 4, None, torch.bfloat16, "graph"),
         (16, 1, 64, 1, None, torch.bfloat16, "graph"),
@@ -238,15 +268,24 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         (128, 1, 64, 4, None, torch.bfloat16, "graph"),
         (128, 1, 64, 1, torch.bfloat16, torch.bfloat16, ""),
         (16, 1, 64, 4, None, torch.float32, ""),
+        (16, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
+        (16, 1, 64, 4, None, torch.bfloat16, "e5m2"),
+        (16, 6, 16, 1, torch.bool, torch.float16, "e4m3"),
+        (128, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
+        (128, 1, 64, 1, torch.bfloat16, torch.bfloat16, "e5m2"),
     )
-    for heads, queries, page_size, num_splits, mask_dtype, dtype, graph in variants:
+    for heads, queries, page_size, num_splits, mask_dtype, dtype, extra in variants:
+        graph = "graph" in extra
+        fp8 = next((kind for kind in ("e4m3", "e5m2") if kind in extra), None)
         meta = {"dtype": dtype, "device": "meta"}
         index = {"dtype": torch.int32, "device": "meta"}
         for capability in (80, 89, 90, 100):
             _, launches = plan(
                 torch.empty(2, queries, heads, 512, **meta),
                 torch.empty(2, queries, heads, 64, **meta),
-                torch.empty(64, page_size, 576, **meta),
+                torch.empty(64, page_size, 656, dtype=torch.uint8, device="meta")
+                if fp8
+                else torch.empty(64, page_size, 576, **meta),
                 torch.empty(2, 32, **index),
                 torch.empty(2, **index),
                 1024,
@@ -257,11 +296,15 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 num_splits=num_splits,
                 address=torch.empty(1, dtype=torch.int64, device="meta") if graph else None,
                 capability=divmod(capability, 10),
-                pdl=bool(graph) and capability >= 90,
+                pdl=graph and capability >= 90,
+                fp8=fp8,
             )
             kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
-            name = f"mla H{heads} S{queries} P{page_size} splits{num_splits} {kind} {graph}"
-            cases.append(compile_case(name.strip(), launches[0], capability))
+            name = f"mla H{heads} S{queries} P{page_size} splits{num_splits} {kind} {extra}"
+            case = compile_case(name.strip(), launches[0], capability)
+            if fp8 and launches[0].arguments["BLOCK_ROWS"] == 64:
+                case[-1]["max_spill_bytes"] = 1024  # Triton 3.9; 272 with 3.6
+            cases.append(case)
             if len(launches) > 1:
                 cases.append(compile_case(f"combine of {name}".strip(), launches[1], capability))
     return cases

@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from . import fp8 as fp8_numbers
 from . import launching
 from .combine import aligned
+from .latent_write import fp8_constants
 
 MAX_HEADS = 64
 """Of one program: with V3's 128 heads the pairs would not stay in registers."""
@@ -52,7 +54,7 @@ def prefill_write_kernel(
     norm_weight,  # [C]
     cos,  # [B or 1, S, HALF]
     sin,
-    storage,  # [tokens, C + R]
+    storage,  # [tokens, WIDTH]
     slots,  # [B * S]; a negative one is not written
     num_queries,
     angle_row_stride,
@@ -68,6 +70,10 @@ def prefill_write_kernel(
     BLOCK_HALF: tl.constexpr,
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
+    FP8: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (token, 0) makes the token's entry, the others rotate BLOCK_H of its heads."""
@@ -83,23 +89,32 @@ def prefill_write_kernel(
         column = tl.arange(0, BLOCK_C)
         scale = tl.load(norm_weight + column, mask=column < C, other=0.0).to(tl.float32)
         slot = tl.load(slots + token)
-        entry, page = compressed + token * (C + 2 * HALF), storage + slot * (C + 2 * HALF)
+        entry, page = compressed + token * (C + 2 * HALF), storage + slot * WIDTH
         value = tl.load(entry + column, mask=column < C, other=0.0)
         wide = value.to(tl.float32)
         normal = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / C + eps)).to(value.dtype).to(tl.float32)
         latent = (scale * normal).to(value.dtype)
         tl.store(entry + column, latent, mask=column < C)
-        tl.store(page + column, latent, mask=column < tl.where(slot >= 0, C, 0))
-        rope = entry + C + tl.zeros([1, 1], tl.int32)
+        held = column < tl.where(slot >= 0, C, 0)
+        if FP8:
+            wide = latent.to(tl.float32)
+            row_scale = fp8_numbers.scale_of(wide, FP8)
+            tl.store(page + column, fp8_numbers.encode(wide, row_scale, FP8), mask=held)
+            tl.store((page + SCALE_AT).to(tl.pointer_type(tl.float32)), row_scale, mask=slot >= 0)
+            rope = (page + ROPE_AT).to(tl.pointer_type(value.dtype))
+        else:
+            tl.store(page + column, latent, mask=held)
+            rope = page + C
+        key = entry + C + tl.zeros([1, 1], tl.int32)
         always = tl.full([1, 1], True, tl.int1)
-        first, second = _rotate_in_place(rope, c, s, always, HALF, 1, BLOCK_HALF, PAIRS_IN, PAIRS_OUT)
+        first, second = _rotate_in_place(key, c, s, always, HALF, 1, BLOCK_HALF, PAIRS_IN, PAIRS_OUT)
         stored = pair < tl.where(slot >= 0, HALF, 0)
         if PAIRS_OUT:
-            tl.store(page + C + 2 * pair, first, mask=stored)
-            tl.store(page + C + 2 * pair + 1, second, mask=stored)
+            tl.store(rope + 2 * pair, first, mask=stored)
+            tl.store(rope + 2 * pair + 1, second, mask=stored)
         else:
-            tl.store(page + C + pair, first, mask=stored)
-            tl.store(page + C + pair + HALF, second, mask=stored)
+            tl.store(rope + pair, first, mask=stored)
+            tl.store(rope + pair + HALF, second, mask=stored)
     else:
         head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         rows = query + ((token * H + head) * (N + 2 * HALF) + N)[:, None]
@@ -107,10 +122,14 @@ def prefill_write_kernel(
 
 
 @functools.cache
-def constants(heads: int, nope: int, rank: int, half: int, layout: str) -> tuple[Any, ...]:
+def constants(
+    heads: int, nope: int, rank: int, half: int, layout: str, fp8: str | None, element_size: int
+) -> tuple[Any, ...]:
     """The kernel's constexpr parameters, in order, without PDL."""
     blocks = [triton.next_power_of_2(size) for size in (heads, rank, half)]
-    return (heads, nope, rank, half, min(blocks[0], MAX_HEADS), *blocks[1:], layout != "halves", layout == "pairs")
+    pairs = (layout != "halves", layout == "pairs")
+    entry = fp8_constants(fp8, rank, 2 * half, element_size)
+    return (heads, nope, rank, half, min(blocks[0], MAX_HEADS), *blocks[1:], *pairs, *entry)
 
 
 def launch(
@@ -123,13 +142,14 @@ def launch(
     layout: str,
     storage: torch.Tensor,
     slots: torch.Tensor,
+    fp8: str | None = None,
 ) -> None:
     """`ops.prefill_write.prefill_write`."""
     batch, num_queries, heads, width = query.shape
     if batch * num_queries == 0:
         return
     half = cos.shape[-1]
-    fixed = constants(heads, width - 2 * half, norm_weight.shape[0], half, layout)
+    fixed = constants(heads, width - 2 * half, norm_weight.shape[0], half, layout, fp8, compressed.element_size())
     row_stride = cos.stride(0) if cos.shape[0] > 1 else 0
     pdl = launching.uses_pdl(query.device)
     launching.launch(
@@ -162,12 +182,14 @@ def compile_cases() -> list[tuple[Any, ...]]:
     types |= {"slots": "*i64", "eps": "fp32"}
     cases = []
     for name, heads, layout, angle in (("v2-lite", 16, "pairs", "*fp32"), ("v3", 128, "pairs_to_halves", "*bf16")):
-        for pdl, only in ((False, {}), (True, {"capability": 90}), (True, {"capability": 100})):
-            values = (*constants(heads, 128, 512, 32, layout), pdl)
+        variants: list[tuple[bool, Any, dict]] = [(True, None, {"capability": 90}), (True, None, {"capability": 100})]
+        for pdl, fp8, only in [*variants, (False, None, {}), (False, "e4m3", {}), (False, "e5m2", {})]:
+            values = (*constants(heads, 128, 512, 32, layout, fp8, 2), pdl)
             fixed = dict(zip(names[-len(values) :], values, strict=True))
             signature = dict.fromkeys(names, "i32") | types | {"cos": angle, "sin": angle}
-            signature |= dict.fromkeys(fixed, "constexpr")
+            signature |= ({"storage": "*u8"} if fp8 else {}) | dict.fromkeys(fixed, "constexpr")
             attrs = aligned(names, (*types, "cos", "sin"))
             options = {"num_warps": 4, "num_stages": 3, "attrs": attrs} | only
-            cases.append((f"prefill_write-{name}{'-pdl' * pdl}", prefill_write_kernel, signature, fixed, options))
+            case = f"prefill_write-{name}{'-pdl' * pdl}{f'-{fp8}' if fp8 else ''}"
+            cases.append((case, prefill_write_kernel, signature, fixed, options))
     return cases

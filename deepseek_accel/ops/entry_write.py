@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .choice import uses_triton
+from .fp8 import encode_heads
 from .latent_write import rotate, write_slots
 
 
@@ -26,17 +27,18 @@ def entry_write(
     slots: Tensor,
     *,
     address: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """Write the keys and values of new tokens to their pages; the rotated query [B, S, H, D], in query's dtype.
 
     query [B, S, H, D]; key [B, S, G, D]; value [B, S, G, Dv]; cos and sin [1 or B, S, D or D / 2] of any strides (of D,
     the first half is read: the second repeats it); storage [num_pages, P, G * (D + Dv)], an entry as
     `ops/gqa_attention.py` reads it; slots [B * S] int64, physical token indices, negative for idle rows, which write
-    nothing there; address: as in `ops/mla_attention.py`. The rotation runs in fp32.
+    nothing there; address and fp8: as in `ops/mla_attention.py`. The rotation runs in fp32.
     """
     if not uses_triton(query.device):
-        return entry_write_reference(query, key, value, cos, sin, storage, slots)
-    return _kernel_launch()(query, key, value, cos, sin, storage, slots, address)
+        return entry_write_reference(query, key, value, cos, sin, storage, slots, fp8)
+    return _kernel_launch()(query, key, value, cos, sin, storage, slots, address, fp8)
 
 
 @functools.cache
@@ -47,13 +49,21 @@ def _kernel_launch() -> Any:
 
 
 def entry_write_reference(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, storage: Tensor, slots: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    storage: Tensor,
+    slots: Tensor,
+    fp8: str | None = None,
 ) -> Tensor:
     """`entry_write` in plain torch."""
     half = query.shape[-1] // 2
     cos, sin = cos[..., :half].unsqueeze(2), sin[..., :half].unsqueeze(2)
-    entries = torch.cat((rotate(key, cos, sin, "halves").flatten(2), value.flatten(2)), -1).flatten(0, 1)
-    write_slots(storage, slots, entries)
+    key = rotate(key, cos, sin, "halves")
+    entries = encode_heads(key, value, fp8) if fp8 else torch.cat((key.flatten(2), value.flatten(2)), -1)
+    write_slots(storage, slots, entries.flatten(0, 1))
     return rotate(query, cos, sin, "halves")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepseek_accel.ops.choice import uses_triton
+from deepseek_accel.ops.fp8 import decode_heads
 from deepseek_accel.ops.mla_attention import (
     compute_dtype,
     gather_entries,
@@ -37,16 +38,17 @@ def paged_gqa_attention(
     mask: Tensor | None = None,
     num_splits: int | None = None,
     address: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """Attention of query [B, S, H, D] over paged keys and values: [B, S, H, Dv] of query's dtype.
 
     Query head h reads key head h // (H / G). The query may have any strides but a unit last one. num_splits (for CUDA
-    graphs `graph_splits` of `ops/mla_attention.py`) and address: as there.
+    graphs `graph_splits` of `ops/mla_attention.py`), address and fp8: as there.
     """
     arguments = (query, storage, block_table, lengths, max_length, scale, num_kv_heads, value_dim)
     if not uses_triton(storage.device):
-        return paged_gqa_attention_reference(*arguments, causal=causal, starts=starts, mask=mask)
-    parts = {"num_splits": num_splits, "address": address}
+        return paged_gqa_attention_reference(*arguments, causal=causal, starts=starts, mask=mask, fp8=fp8)
+    parts = {"num_splits": num_splits, "address": address, "fp8": fp8}
     return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, **parts)
 
 
@@ -70,18 +72,22 @@ def paged_gqa_attention_reference(
     causal: bool = True,
     starts: Tensor | None = None,
     mask: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """`paged_gqa_attention` in plain torch, scores and softmax in fp32 (fp64 for fp64 inputs)."""
     batch, num_queries, heads, head_dim = query.shape
     group = heads // num_kv_heads
     spans = key_spans(lengths, starts)
     entries, first = gather_entries(storage, block_table, lengths, max_length, starts, spans)
-    entries = entries.to(compute_dtype(entries))
-    keys, values = entries.split((num_kv_heads * head_dim, num_kv_heads * value_dim), -1)
-    keys = keys.unflatten(-1, (num_kv_heads, head_dim)).transpose(1, 2)  # [B, G, T, D]
-    values = values.unflatten(-1, (num_kv_heads, value_dim)).transpose(1, 2)  # [B, G, T, Dv]
+    if fp8 is not None:
+        keys, values = decode_heads(entries, fp8, num_kv_heads, head_dim, value_dim, compute_dtype(query))
+    else:
+        entries = entries.to(compute_dtype(entries))
+        keys, values = entries.split((num_kv_heads * head_dim, num_kv_heads * value_dim), -1)
+        keys, values = keys.unflatten(-1, (num_kv_heads, -1)), values.unflatten(-1, (num_kv_heads, -1))
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [B, G, T, D], [B, G, T, Dv]
     # Rows of one key head together: [B, G, S * group, D].
-    rows = query.to(entries.dtype).unflatten(2, (num_kv_heads, group)).transpose(1, 2).flatten(2, 3)
+    rows = query.to(keys.dtype).unflatten(2, (num_kv_heads, group)).transpose(1, 2).flatten(2, 3)
     scores = (rows @ keys.transpose(2, 3)).view(batch, num_kv_heads, num_queries, group, entries.shape[1])
     scores = scores.transpose(1, 2).flatten(2, 3)  # [B, S, H, T]
     hidden, bias = hidden_keys(lengths, first, num_queries, entries.shape[1], causal, starts, mask, spans)

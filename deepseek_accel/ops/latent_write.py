@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .choice import uses_triton
+from .fp8 import encode_latents
 from .mla_attention import absorb_query
 from .rms_norm import rms_norm
 
@@ -58,19 +59,20 @@ def latent_write(
     slots: Tensor,
     *,
     address: Tensor | None = None,
+    fp8: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write the entries of new tokens to their pages, and return their queries as latent attention takes them.
 
     query [B, S, H, N + R], the rope part last; compressed [B, S, C + R], latent then rope key, as projected;
     norm_weight [C]; cos and sin [1 or B, S, R / 2] of any strides; w_uk [H, N, C]; storage [num_pages, P, C + R];
-    slots [B * S] int64 physical token indices, negative for idle rows, which write nothing there; address: as in
-    `ops/mla_attention.py`. Returns the absorbed queries [B, S, H, C] and the rotated rope part [B, S, H, R], in query's
-    dtype. Rotation, norm and sums run in fp32.
+    slots [B * S] int64 physical token indices, negative for idle rows, which write nothing there; address and
+    fp8: as in `ops/mla_attention.py`. Returns the absorbed queries [B, S, H, C] and the rotated rope part [B, S, H, R],
+    in query's dtype. Rotation, norm and sums run in fp32.
     """
     if not uses_triton(query.device):
-        return latent_write_reference(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots)
-    launch = _kernel_launch()
-    q_latent, q_rope = launch(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots, address)
+        return latent_write_reference(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots, fp8)
+    launch, where = _kernel_launch(), {"address": address, "fp8": fp8}
+    q_latent, q_rope = launch(query, compressed, norm_weight, eps, cos, sin, layout, w_uk, storage, slots, **where)
     if q_latent is None:
         q_latent = absorb_query(query[..., : w_uk.shape[1]].transpose(1, 2), w_uk)
     return q_latent, q_rope
@@ -94,13 +96,14 @@ def latent_write_reference(
     w_uk: Tensor,
     storage: Tensor,
     slots: Tensor,
+    fp8: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`latent_write` in plain torch."""
     rank, rope = norm_weight.shape[0], 2 * cos.shape[-1]
     latent, k_rope = compressed.split([rank, rope], -1)
     latent = rms_norm(latent, norm_weight, eps)
     k_rope = rotate(k_rope, cos, sin, layout)
-    entries = torch.cat((latent, k_rope), -1).flatten(0, 1)
+    entries = (encode_latents(latent, k_rope, fp8) if fp8 else torch.cat((latent, k_rope), -1)).flatten(0, 1)
     write_slots(storage, slots, entries)
     q_latent = absorb_query(query[..., :-rope].transpose(1, 2), w_uk)
     return q_latent, rotate(query[..., -rope:], cos.unsqueeze(2), sin.unsqueeze(2), layout)

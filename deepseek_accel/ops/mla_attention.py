@@ -15,6 +15,8 @@ Paged keys, here and in `ops/gqa_attention.py`:
 - max_length: at least every length, known without asking the device.
 - num_splits: into how many parts a row's keys are cut at most, so that several processors share them; None: as suits
   max_length. A CUDA graph is captured with one number for all lengths: `graph_splits`. On GPUs only.
+- fp8: "e4m3" or "e5m2" if the storage is uint8 and its entries are those of `ops/fp8.py`, with the rotary key in the
+  queries' dtype; None for entries of the queries' dtype.
 - address [1] int64, on the device: storage.data_ptr(), to be read when the kernel runs. `storage` then only tells dtype
   and page shape: a CUDA graph that was given it follows a pool whose storage moves. Multiple of 16. On GPUs only.
 
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 
 from deepseek_accel.ops.choice import uses_triton
+from deepseek_accel.ops.fp8 import decode_latents
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
@@ -61,6 +64,7 @@ def latent_attention(
     mask: Tensor | None = None,
     num_splits: int | None = None,
     address: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """Attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over paged latents (see the module): [B, S, H, C].
 
@@ -69,8 +73,8 @@ def latent_attention(
     """
     arguments = (q_latent, q_rope, storage, block_table, lengths, max_length, scale, latent_rank)
     if not uses_triton(storage.device):
-        return latent_attention_reference(*arguments, causal=causal, starts=starts, mask=mask)
-    parts = {"num_splits": num_splits, "address": address}
+        return latent_attention_reference(*arguments, causal=causal, starts=starts, mask=mask, fp8=fp8)
+    parts = {"num_splits": num_splits, "address": address, "fp8": fp8}
     return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, **parts)
 
 
@@ -94,13 +98,14 @@ def projected_attention(
     mask: Tensor | None = None,
     num_splits: int | None = None,
     address: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """`project_values` of `latent_attention`: w_uv [H, V, C], result [B, S, H, V]. Two launches for few tokens."""
     arguments = (q_latent, q_rope, storage, block_table, lengths, max_length, scale, w_uv.shape[2])
     visible = {"causal": causal, "starts": starts, "mask": mask}
     if not uses_triton(storage.device):
-        return project_values(latent_attention_reference(*arguments, **visible), w_uv)  # type: ignore[arg-type]
-    parts = {"num_splits": num_splits, "address": address}
+        return project_values(latent_attention_reference(*arguments, **visible, fp8=fp8), w_uv)  # type: ignore[arg-type]
+    parts = {"num_splits": num_splits, "address": address, "fp8": fp8}
     if q_latent.shape[:3].numel() <= MAX_PROJECTED_ROWS:
         return _triton_launch()(*arguments, **visible, **parts, w_uv=w_uv)
     return project_values(_triton_launch()(*arguments, **visible, **parts), w_uv)
@@ -138,11 +143,15 @@ def latent_attention_reference(
     causal: bool = True,
     starts: Tensor | None = None,
     mask: Tensor | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """`latent_attention` in plain torch, scores and softmax in fp32 (fp64 for fp64 inputs)."""
     batch, num_queries, heads, _ = q_latent.shape
     spans = key_spans(lengths, starts)
     entries, first = gather_entries(storage, block_table, lengths, max_length, starts, spans)
+    if fp8 is not None:
+        dtype = q_rope.dtype
+        entries = decode_latents(entries, fp8, latent_rank, q_rope.shape[3], dtype, compute_dtype(q_rope))
     entries = entries.to(compute_dtype(entries))
     query = torch.cat((q_latent, q_rope), -1).to(entries.dtype).view(batch, num_queries * heads, -1)
     scores = torch.bmm(query, entries.transpose(1, 2)).view(batch, num_queries, heads, entries.shape[1])

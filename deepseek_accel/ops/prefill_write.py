@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .choice import uses_triton
+from .fp8 import encode_latents
 from .latent_write import Layout, rotate, write_slots
 from .rms_norm import rms_norm
 
@@ -46,6 +47,8 @@ def prefill_write(
     layout: Layout,
     storage: Tensor,
     slots: Tensor,
+    *,
+    fp8: str | None = None,
 ) -> None:
     """Turn projected latents into entries and rotate queries, both in place, and write the entries to their pages.
 
@@ -53,13 +56,14 @@ def prefill_write(
     then rope key, as projected: the latent is normalised, the key rotated. norm_weight [C]; cos and sin [1 or B, S,
     R / 2] of any strides; storage [num_pages, P, C + R]; slots [B * S] int64, unit stride, physical token indices;
     a negative one is written nowhere. All but cos, sin and slots of one dtype. Rotation and norm in fp32.
+    fp8: as in `ops/mla_attention.py`; compressed then still gets the entries as computed, not what the pages hold.
     Source: DeepseekV2Attention and DeepseekV3Attention of transformers 5.24.
     Raises ValueError if query or compressed is not contiguous.
     """
     if not (query.is_contiguous() and compressed.is_contiguous()):
         raise ValueError("query and compressed are changed in place and must be contiguous")
     write = _kernel_launch() if uses_triton(query.device) and query.dtype != torch.float64 else prefill_write_reference
-    write(query, compressed, norm_weight, eps, cos, sin, layout, storage, slots)
+    write(query, compressed, norm_weight, eps, cos, sin, layout, storage, slots, fp8)
 
 
 @functools.cache
@@ -79,13 +83,15 @@ def prefill_write_reference(
     layout: Layout,
     storage: Tensor,
     slots: Tensor,
+    fp8: str | None = None,
 ) -> None:
     """`prefill_write` in plain torch."""
     rank, rope = norm_weight.shape[0], 2 * cos.shape[-1]
     compressed[..., :rank] = rms_norm(compressed[..., :rank], norm_weight, eps)
     compressed[..., rank:] = rotate(compressed[..., rank:], cos, sin, layout)
     query[..., -rope:] = rotate(query[..., -rope:], cos.unsqueeze(2), sin.unsqueeze(2), layout)
-    write_slots(storage, slots, compressed.flatten(0, 1))
+    entries = encode_latents(compressed[..., :rank], compressed[..., rank:], fp8) if fp8 else compressed
+    write_slots(storage, slots, entries.flatten(0, 1))
 
 
 def case_inputs(case: Case, dtype: torch.dtype, device: str | torch.device = "cpu", seed: int = 0) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..cache.entries import check_dtype, entry_bytes
 from ..cache.pages import check_page_options
 from ..errors import PlanError
 from ..families.base import Family
@@ -36,6 +37,7 @@ def prepare_cache(
     page_size: int,
     max_pages: int | None,
     counters: Counter[str],
+    dtype: str | None = None,
 ) -> None:
     """In place of `_prepare_cache_for_generation`: a paged cache, unless the caller chose a cache, a kind, or none."""
     from ..cache import paged_cache
@@ -52,7 +54,8 @@ def prepare_cache(
         prompt = model_kwargs.get("attention_mask")
         prompt_length = prompt.shape[-1] if isinstance(prompt, torch.Tensor) else 1
         reserve = min(max_cache_length, prompt_length + RESERVED_NEW_TOKENS)
-        cache = paged_cache(model, page_size, max_pages, reserve_tokens=max(0, reserve), counters=counters)
+        reserve = max(0, reserve)
+        cache = paged_cache(model, page_size, max_pages, dtype=dtype, reserve_tokens=reserve, counters=counters)
         cache.may_reuse = True
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -85,6 +88,8 @@ class KVCache(Pass):
     page_size: tokens per page, a power of two >= 16. max_pages: most pages in one block table of a `generate` call, or
     None to grow; more raises CacheFullError before anything is written. Layers on another device or with another
     sliding window have a block table of their own; a page takes memory in every layer of its table.
+    dtype: None to keep what the model computes, bit for bit; "fp8_e4m3" or "fp8_e5m2" to round it to 8 bits with a
+    scale per token (and head): about half the bytes, and lossy. The rotary key of latent attention is not rounded.
     reuse_prefix: keep full pages after a call, for later calls whose prompts begin with the same tokens. All calls of
     the model then share `max_pages`. prefix_bytes: how much may be kept, or None for a quarter of the GPU memory that
     is free at the first call (1 GiB on a CPU).
@@ -93,11 +98,14 @@ class KVCache(Pass):
     effect: ClassVar[str] = "exact"
     page_size: int = 64
     max_pages: int | None = None
+    dtype: str | None = None
+
     reuse_prefix: bool = False
     prefix_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_page_options(self.page_size, self.max_pages)
+        check_dtype(self.dtype)
         if not isinstance(self.reuse_prefix, bool):
             raise PlanError(
                 f"reuse_prefix must be True or False, got {self.reuse_prefix!r}; say with prefix_bytes how much to keep"
@@ -109,6 +117,10 @@ class KVCache(Pass):
             raise PlanError("prefix_bytes says how much reuse_prefix keeps; set reuse_prefix=True, or leave it out")
         if self.reuse_prefix:  # a prompt that is computed in two parts rounds differently than in one
             object.__setattr__(self, "effect", "rounding")
+
+    @property
+    def lossy(self) -> bool:
+        return self.dtype is not None
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
         if family.extra_cache:
@@ -124,8 +136,15 @@ class KVCache(Pass):
             page_size=self.page_size,
             max_pages=self.max_pages,
             counters=context.counters,
+            dtype=self.dtype,
         )
         yield Edit(model, "_prepare_cache_for_generation", build, "generate")
+        if self.dtype is not None:
+            before = KVCache().describe(model, family)["bytes_per_token_and_layer"]
+            after = self.describe(model, family)["bytes_per_token_and_layer"]
+            yield Note(
+                f"{self.dtype}: {after} bytes per token and layer instead of {before}; keys and values are rounded"
+            )
         if self.reuse_prefix:
             yield from self._reuse(model, family, context)
         if not context.has("attention"):
@@ -141,14 +160,16 @@ class KVCache(Pass):
 
     def describe(self, model: Any, family: Family) -> dict[str, Any]:
         attention = family.attentions(model)[0]
-        if family.attention == "mla":
-            values = attention.kv_lora_rank + attention.qk_rope_head_dim
+        if latent := family.attention == "mla":
+            sizes = (1, attention.kv_lora_rank, attention.qk_rope_head_dim)
         else:
             config = model.config.get_text_config(decoder=True)
-            values = 2 * config.num_key_value_heads * attention.head_dim
+            sizes = (config.num_key_value_heads, attention.head_dim, attention.head_dim)
+        size = entry_bytes(check_dtype(self.dtype), latent, sizes, model.dtype)
+        facts: dict[str, Any] = {"bytes_per_token_and_layer": size, "page_size": self.page_size}
+        facts |= {} if self.dtype is None else {"dtype": self.dtype}
         prefixes = vars(model).get("_accel_prefixes")
-        facts = {} if prefixes is None else prefixes.facts()
-        return {"bytes_per_token_and_layer": values * model.dtype.itemsize, "page_size": self.page_size} | facts
+        return facts if prefixes is None else facts | prefixes.facts()
 
 
 PASS = KVCache
