@@ -292,6 +292,27 @@ def test_a_cache_of_another_format_is_used_as_it_is():
     assert torch.equal(exact.generate(**ids, **options, **{CACHE: cache}), model.generate(**ids, **options))
 
 
+@all_formats
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
+def test_kept_prefixes(model_type, dtype):
+    """A second call that begins with kept FP8 pages computes what a prompt in two pieces would."""
+    kept = {"page_size": PAGE, "dtype": dtype, "reuse_prefix": True}
+    model = optimize(tiny_model(model_type), config(dtype, kv_cache=kept))
+    ids = prompts(50)["input_ids"]
+    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True)
+    first = model.generate(ids, **options)
+    again = model.generate(ids, **options)
+    assert report(model).counters["kv_cache: prompt tokens taken from kept pages"] == 48
+    alone = tiny_model(model_type)
+    cache = paged_cache(alone, PAGE, dtype=dtype)
+    teacher_forced(alone, ids[:, :48], cache, (48,))
+    (expected,) = teacher_forced(alone, ids[:, 48:], cache, (2,))[:, -1:]
+    assert getattr(again, CACHE).layers[0].dtype == torch.float32
+    assert 1e-5 < distance(again.logits[0], first.logits[0]) < LOGITS[dtype]
+    # only the two new tokens differ: here they read themselves from the pages
+    assert distance(again.logits[0], expected) < LOGITS[dtype] / 2
+
+
 @functools.cache
 def heldout_loss(dtype, count=10, length=1024):
     """Mean loss of the bundled model on the first tokens of documents, given 64 at a time so that pages are read."""

@@ -118,7 +118,7 @@ class Rows:
         self.tokens = [list(self.tokens[i]) for i in rows]
 
     def keep(self):
-        self.shared.keep(self.pool, [keys_of(tokens) for tokens in self.tokens], [(1, 1, 0)])
+        self.shared.keep(self.pool, [keys_of(tokens) for tokens in self.tokens], [(1, 1, 0)], torch.float32)
 
     def read(self):
         pages = self.pool.storages[0][self.pool.block_table().long()]

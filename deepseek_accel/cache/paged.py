@@ -443,7 +443,8 @@ class PagedCache(DynamicCache):
         pool = self._pools.at(shared.device, None, len(rows))
         assert isinstance(pool, SharedPool)
         pool.begin_with(rows)  # from here on they go when the pool goes
-        self.open(len(rows), shared.sizes, shared.storages[0].dtype, shared.device, 0)
+        assert shared.dtype is not None
+        self.open(len(rows), shared.sizes, shared.dtype, shared.device, 0)
         self.commit(len(rows[0]) * self.page_size)
 
     def reserve(self, stop: int, ahead: int = 0) -> int:

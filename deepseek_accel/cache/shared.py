@@ -45,6 +45,8 @@ class SharedPages:
         """The newest of each layer [num_pages, page_size, width]. What is kept lies in these."""
         self.sizes: list[tuple[int, int, int]] = []
         """(heads, key size, value size) of an entry, by layer, once something is kept."""
+        self.dtype: torch.dtype | None = None
+        """Of the model's keys and values then; pages of FP8 do not tell."""
         self._live = 0
         self._given_back: deque[list[list[int]]] = deque()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -109,7 +111,9 @@ class SharedPages:
             for row in rows:
                 self.allocator.release(row)
 
-    def keep(self, pool: SharedPool, rows: Sequence[Sequence[bytes]], sizes: list[tuple[int, int, int]]) -> None:
+    def keep(
+        self, pool: SharedPool, rows: Sequence[Sequence[bytes]], sizes: list[tuple[int, int, int]], dtype: torch.dtype
+    ) -> None:
         """Keep the first pages of each of pool's rows under the keys given for it; their entries are complete."""
         with self.lock:
             self.collect()
@@ -121,7 +125,7 @@ class SharedPages:
             }
             if not pool.publish(list(new.values())):
                 return
-            self.sizes = sizes
+            self.sizes, self.dtype = sizes, dtype
             self.kept.add(new)
             for keys in rows:
                 self.kept.touch(keys)

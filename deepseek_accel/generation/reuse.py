@@ -219,4 +219,4 @@ class Reuse:
         self._read(ids[:, : self.cache.length])
         full = self.cache.length // self.shared.page_size
         sizes = [(layer.num_heads, layer.key_dim, layer.value_dim) for layer in layers]
-        self.shared.keep(pools[0], [keys[:full] for keys in self.keys], sizes)
+        self.shared.keep(pools[0], [keys[:full] for keys in self.keys], sizes, layers[0].dtype)
