@@ -25,7 +25,7 @@ def test_rows(result):
     assert list(rows) == ["full", "reuse_prefix"]
     full, reuse = rows.values()
     assert full["status"] == reuse["status"] == "ok", (full["detail"], reuse["detail"])
-    # 320 tokens, then calls of 1, 1 and 4 whose last token is not in the cache: 325 in pages of 64, two rows
+    # 320 tokens, then calls of 1, 2, 1 and 4 whose last token is not in the cache: 327 in pages of 64, two rows
     model = tiny_model("deepseek_v3")
     width = model.config.kv_lora_rank + model.config.qk_rope_head_dim
     assert full["bytes_held"] == 6 * 64 * 2 * model.config.num_hidden_layers * width * 4

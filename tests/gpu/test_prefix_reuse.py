@@ -58,15 +58,15 @@ def test_tokens_are_those_of_the_stock_model(model_type, graphs):
     """The same prompts again, longer, in a batch, and after what was generated: taken where it is there."""
     theirs, ours = fresh(model_type), optimize(fresh(model_type), config(graphs))
     ids = prompt(70)
-    batch = torch.cat([prompt(40).repeat(4, 1), prompt(30, rows=4, seed=1)], 1)
+    batch = torch.cat([prompt(40, seed=5).repeat(4, 1), prompt(30, rows=4, seed=1)], 1)
     answer = run(theirs, ids, 40)
     taken = []
     for given in (ids, ids, torch.cat([ids, prompt(30, seed=2)], 1), batch, batch, answer):
         assert torch.equal(run(ours, given, 40), run(theirs, given, 40))
         taken.append(counted(ours, "prompt tokens taken"))
     per_call = [now - before for before, now in zip([0, *taken], taken, strict=False)]
-    assert per_call == [0, 64, 64, 4 * 32, 4 * 64, 96]
-    assert counted(ours, "shared within a batch") > 0
+    assert per_call == [0, 64, 64, 0, 4 * 64, 96]
+    assert counted(ours, "shared within a batch") == 3 * 32
     if graphs:
         assert counted(ours, "cuda_graphs: replays") > 0
         assert counted(ours, "cuda_graphs: eager") == 0
@@ -184,7 +184,8 @@ def test_memory_stays():
 @pytest.mark.slow
 @two_attentions
 def test_the_second_call_begins_at_once(model_type):
-    """8,192 shared tokens: the time to the first token falls to 0.15 of the first call's at most."""
+    """32 rows of 8,192 kept tokens: the time to the first token falls to 0.15 of the first call's at most. With one row
+    a model this small is bound by the host's launches either way."""
     options = dict(
         hidden_size=1024, num_hidden_layers=8, intermediate_size=4096, num_attention_heads=16, vocab_size=8192
     )
@@ -199,7 +200,8 @@ def test_the_second_call_begins_at_once(model_type):
         return time.perf_counter() - begin
 
     def questions(seed):
-        return [torch.cat([prompt(8192, seed=seed), prompt(64, seed=seed + i)], 1) for i in range(1, 4)]
+        begin = prompt(8192, rows=32, seed=seed)
+        return [torch.cat([begin, prompt(64, rows=32, seed=seed + i)], 1) for i in range(1, 4)]
 
     for ids in questions(10):  # builds the kernels of both kinds of calls
         seconds(ids)
