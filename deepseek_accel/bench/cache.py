@@ -11,9 +11,9 @@ import torch
 
 from ..errors import AccelError
 from ..versions import cache_argument
+from . import greedy
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .generate import applied, release
-from .greedy import endless
 from .measure import seconds
 from .shapes import Point, Subject, load
 
@@ -119,11 +119,8 @@ def _measure(row: Row, subject: Subject, point: Point, options: Options, reuses:
     prompt = subject.prompt(point)
     cuda = device.type == "cuda"
 
-    def generate(ids: torch.Tensor, new_tokens: int, **more: Any) -> Any:
-        mask = torch.ones_like(ids)
-        chosen: dict[str, Any] = dict(max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
-        with endless(model), torch.no_grad():
-            return model.generate(ids, attention_mask=mask, **chosen, **more)
+    def generate(ids: torch.Tensor, new_tokens: int) -> Any:
+        return greedy.generate(model, ids, new_tokens, return_dict_in_generate=True)
 
     # kernels, graphs; of the prompt that is measured, unless that would be kept
     generate(subject.prompt(point, seed=1), 4)
@@ -138,19 +135,15 @@ def _measure(row: Row, subject: Subject, point: Point, options: Options, reuses:
             times.append(again)
     row.ttft_ms = statistics.median(times) * 1e3
     # Calls that go on from the same cache: the prompt, whose time varies more than all steps take, is not in them.
-    name, steps = cache_argument(), []
-
-    def go_on(output: Any, new_tokens: int) -> tuple[float, Any]:
-        return seconds(lambda: generate(output.sequences, new_tokens, **{name: output[name]}), device)
-
-    _, output = go_on(output, 2)  # kernels and graphs of a call that goes on
+    steps = []
+    _, output = greedy.go_on(model, output, 2)  # kernels and graphs of a call that goes on
     for _ in range(options.repeats):
-        short, output = go_on(output, 1)
-        long, output = go_on(output, options.new_tokens)
+        short, output = greedy.go_on(model, output, 1)
+        long, output = greedy.go_on(model, output, options.new_tokens)
         steps.append((long - short) / (options.new_tokens - 1))
     itl = statistics.median(steps)
     row.itl_ms, row.tokens_per_second = itl * 1e3, point.batch / itl if itl > 0 else None
-    row.bytes_held = int(output[name].bytes_held())
+    row.bytes_held = int(output[cache_argument()].bytes_held())
     if cuda:
         held = [*model.parameters(), *model.buffers()]
         weights = sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -62,17 +62,27 @@ class Clock:
 
 
 def timed(model: Any, prompt: torch.Tensor, new_tokens: int, **options: Any) -> tuple[float, float, Any]:
-    """Seconds to the first token, seconds from the first to the last, and the output.
+    """Seconds to the first token, seconds that `new_tokens` - 1 further ones take, and what a call of them returns.
 
-    On a GPU these are the times of a run of one token, and of the whole run less that: reading the clock after every
-    token would make the host wait for each. On a CPU it would not, and both are read within one run, so that the
-    unsteady time of the prompt does not enter the difference.
+    On a GPU these are the times of a call of one token, and the difference of two calls that go on from its cache, of
+    `new_tokens` and of one: reading the clock after every token would make the host wait for each, and the time of a
+    prompt varies more than all further tokens take. On a CPU both are read within one run.
     """
     if prompt.device.type == "cpu":
         clock, start = Clock(), time.perf_counter()
         output = generate(model, prompt, new_tokens, streamer=clock, **options)
         _, first, *_, last = clock.moments  # the prompt itself is streamed before the tokens
         return first - start, last - first, output
-    first, _ = seconds(lambda: generate(model, prompt, 1), prompt.device)
-    whole, output = seconds(lambda: generate(model, prompt, new_tokens, **options), prompt.device)
-    return first, whole - first, output
+    whole = generate(model, prompt, new_tokens, **options)
+    options["return_dict_in_generate"] = True
+    first, output = seconds(lambda: generate(model, prompt, 1, **options), prompt.device)
+    short, output = go_on(model, output, 1, **options)
+    long, output = go_on(model, output, new_tokens, **options)
+    return first, long - short, whole
+
+
+def go_on(model: Any, output: Any, new_tokens: int, **options: Any) -> tuple[float, Any]:
+    """Seconds of a call that continues what an earlier one returned, from its cache, and what it returns."""
+    cache, ids = {cache_argument(): output[cache_argument()]}, output.sequences
+    options["return_dict_in_generate"] = True
+    return seconds(lambda: generate(model, ids, new_tokens, **options, **cache), ids.device)
