@@ -80,3 +80,10 @@ def test_nothing_is_loaded_by_pickle_and_remote_code_is_never_trusted():
                 assert call not in ("torch.load", "pickle.load", "pickle.loads"), path
                 trusts = [k for k in node.keywords if k.arg == "trust_remote_code"]
                 assert not any(ast.unparse(k.value) == "True" for k in trusts), path
+
+
+def test_every_test_file_has_a_name_of_its_own():
+    """Two of one name in different folders cannot be collected together; on machines without a GPU it does not show."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) > 50
+    assert sorted(names) == sorted(set(names))
