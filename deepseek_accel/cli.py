@@ -145,21 +145,16 @@ def bench_cache(arguments: argparse.Namespace) -> int:
     from .bench.shapes import Point
 
     gpu = _is_gpu(resolve_device, arguments.device)
-    try:
-        shares = tuple(int(share) / 100 for share in arguments.budgets.split(","))
-    except ValueError:
-        raise AccelError(f"--budgets takes percentages such as 50,25; got {arguments.budgets!r}") from None
     options = cache.Options(
         model=arguments.model or ("v2-lite" if gpu else "tiny"),
         points=Point.parse_list(arguments.points or ("1x8192,32x8192,1x32768,1x131072" if gpu else "1x1024")),
-        shares=shares,
         variants=tuple(arguments.variants.split(",")) if arguments.variants else (),
         new_tokens=arguments.new_tokens,
         repeats=arguments.repeats,
         device=arguments.device,
         dtype=arguments.dtype,
     )
-    count = len(options.points) * (len(options.variants) or len(cache.configs(1, shares)))
+    count = len(options.points) * (len(options.variants) or len(cache.CONFIGS))
     with tables.progress(1 + count) as step:
         result = cache.run(options, step)
     result["command"] = arguments.command_line
@@ -273,8 +268,8 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
 def _bench_cache_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", help="as in bench generate (default: v2-lite on a GPU, tiny on a CPU)")
     command.add_argument("--points", metavar="BxC,...", help="batch x context tokens (default: 1x1024 on a CPU)")
-    command.add_argument("--budgets", default="50", metavar="P,...", help="of eviction, percent of the context (50)")
-    command.add_argument("--variants", metavar="NAME,...", help='such as full,fp8_e4m3,"window 50%%" (default: all)')
+    names = "full, fp8_e4m3, fp8_e5m2, reuse_prefix"
+    command.add_argument("--variants", metavar="NAME,...", help=f"any of {names} (default: all)")
     command.add_argument("--new-tokens", type=int, default=64, metavar="N", help="per sequence (default 64)")
     _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")

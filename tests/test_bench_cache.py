@@ -8,6 +8,7 @@ import torch
 from deepseek_accel.bench import cache, tables
 from deepseek_accel.bench.shapes import Point, Subject
 from deepseek_accel.cli import main
+from deepseek_accel.config import OptimizeConfig
 from deepseek_accel.errors import AccelError
 from deepseek_accel.testing import tiny_model
 
@@ -54,7 +55,10 @@ def test_a_variant_that_fails_is_a_row(monkeypatch):
 def test_wrong_options(capsys):
     with pytest.raises(AccelError, match="unknown variants half; known: full, fp8_e4m3"):
         cache.Options("small", (Point(1, 32),), variants=("half",))
-    with pytest.raises(AccelError, match="above 0"):
-        cache.Options("small", (Point(1, 32),), shares=(0.0,))
-    assert main(["bench", "cache", "--budgets", "half"]) == 2
-    assert "percentages" in capsys.readouterr().err
+    assert main(["bench", "cache", "--variants", "half"]) == 2
+    assert "unknown variants half" in capsys.readouterr().err
+
+
+def test_every_variant_is_a_config():
+    for fields in cache.CONFIGS.values():
+        assert OptimizeConfig.from_dict(cache.config_of(fields)).passes

@@ -373,3 +373,39 @@ def test_S24_nothing_fragments_under_a_random_mix_of_requests(lengths):
     assert refused > 100
     assert faults == 0, "free pages that could not be used"
     assert 0.4 * size < unfilled / sequences < 0.6 * size
+
+
+def test_a_move_that_breaks_off_keeps_nothing(monkeypatch):
+    """Some layers moved, some not: a page id would mean another page in each."""
+    shared = shared_pages(budget_pages=4)
+    prompt = list(range(200))
+    filled(shared, prompt).keep()
+    broken = torch.Tensor.__getitem__
+
+    def no_memory(self, index):
+        if isinstance(index, torch.Tensor) and self.dim() == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return broken(self, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__getitem__", no_memory)
+        shared.settle()
+    assert len(shared.kept) == 0 and not shared.storages
+    assert shared.pages_in_use() == 0
+    rows = filled(shared, prompt)
+    rows.keep()
+    assert rows.read() == [prompt]
+
+
+def test_nothing_moves_while_a_call_is_about_to_begin():
+    """Between taking pages and making a table for them a call of another thread may end."""
+    shared = shared_pages(budget_pages=4)
+    prompt = list(range(200))
+    filled(shared, prompt).keep()
+    guest = shared.enter()
+    before = list(shared.kept._pages.values())
+    shared.settle()
+    assert list(shared.kept._pages.values()) == before and shared.num_caches() == 1
+    del guest
+    shared.settle()
+    assert shared.num_caches() == 0 and shared.bytes_reserved() == shared.kept_bytes()

@@ -318,6 +318,44 @@ def test_changed_weights_take_nothing_of_before(what):
     check_change(model, CHANGES[what])
 
 
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_other_functions_take_nothing_of_before(where, monkeypatch):
+    """Of a module that our loop then leaves to transformers: what it computed before is not what it computes now."""
+    model, ids = fresh("deepseek_v3"), prompt(40)
+    run(model, ids)
+    mlp = model.model.layers[0].mlp
+
+    def doubled(self_or_x, *rest):
+        x = rest[0] if rest else self_or_x
+        return 2 * mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+    if where == "class":
+        monkeypatch.setattr(type(mlp), "forward", doubled)
+    else:
+        mlp.forward = doubled
+    expected = tiny_model("deepseek_v3")
+    if where == "instance":
+        expected.model.layers[0].mlp.forward = doubled
+    before = taken(model)
+    assert torch.equal(run(model, ids), run(expected, ids))
+    assert taken(model) == before
+
+
+def test_a_mask_of_another_length():
+    """All ones and longer than the ids: transformers drops it and remembers its length; nothing is taken then."""
+    model, ids = fresh("llama"), prompt(40)
+    run(model, ids)
+    mask = torch.ones(1, 45, dtype=torch.long)
+    outcomes = []
+    for each in (stock("llama"), model):
+        try:
+            outcomes.append(each.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=6).tolist())
+        except Exception as error:
+            outcomes.append(type(error))
+    assert outcomes[0] == outcomes[1]
+    assert taken(model) == 0
+
+
 def test_another_dtype_takes_nothing_of_before():
     model, ids = fresh("llama"), prompt(60, seed=5)
     run(model, ids)

@@ -20,7 +20,13 @@ from .shapes import Point, Subject, load
 FULL = "full"
 SHARED_TAIL = 64
 """Tokens in which the second prompt of a reused prefix differs from the first."""
-SINKS, RECENT = 4, 64
+CONFIGS: dict[str, dict[str, Any]] = {
+    FULL: {},
+    "fp8_e4m3": {"dtype": "fp8_e4m3"},
+    "fp8_e5m2": {"dtype": "fp8_e5m2"},
+    "reuse_prefix": {"reuse_prefix": True},
+}
+"""Fields of `KVCache` by the name of the variant."""
 
 Step = Callable[[str], None]
 
@@ -49,8 +55,6 @@ class Row:
 class Options:
     model: str
     points: tuple[Point, ...]
-    shares: tuple[float, ...] = (0.5,)
-    """Budgets of eviction, as shares of the context."""
     variants: tuple[str, ...] = ()
     """Names to measure, or all."""
     new_tokens: int = 64
@@ -59,26 +63,10 @@ class Options:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if not all(0 < share <= 1 for share in self.shares):
-            raise AccelError(f"budgets are shares of the context above 0 and up to 1, got {self.shares}")
         if self.new_tokens < 2 or self.repeats < 1:
             raise AccelError("new tokens must be 2 or more, repeats 1 or more")
-        known = configs(self.points[0].prompt_length, self.shares)
-        if unknown := sorted(set(self.variants) - set(known)):
-            raise AccelError(f"unknown variants {', '.join(unknown)}; known: {', '.join(known)}")
-
-
-def configs(context: int, shares: Sequence[float]) -> dict[str, dict[str, Any]]:
-    """Fields of `KVCache` by the name of the variant."""
-    known: dict[str, dict[str, Any]] = {FULL: {}, "fp8_e4m3": {"dtype": "fp8_e4m3"}, "fp8_e5m2": {"dtype": "fp8_e5m2"}}
-    for share in shares:
-        budget = max(int(share * context), SINKS + RECENT + 1)
-        known[f"window {share:.0%}"] = {"eviction": {"policy": "window", "sinks": SINKS, "recent": budget - SINKS}}
-        for policy in ("top_attention", "entropy"):
-            options = {"policy": policy, "budget": budget, "sinks": SINKS, "recent": RECENT}
-            known[f"{policy} {share:.0%}"] = {"eviction": options}
-    known["reuse_prefix"] = {"reuse_prefix": True}
-    return known
+        if unknown := sorted(set(self.variants) - set(CONFIGS)):
+            raise AccelError(f"unknown variants {', '.join(unknown)}; known: {', '.join(CONFIGS)}")
 
 
 def config_of(fields: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +85,7 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
         subject = load(options.model, device, resolve_dtype(options.dtype, device))
     rows = []
     for point in options.points:
-        for name, fields in configs(point.prompt_length, options.shares).items():
+        for name, fields in CONFIGS.items():
             if options.variants and name not in options.variants:
                 continue
             step(f"{options.model} {point} {name}")

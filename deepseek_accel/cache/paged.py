@@ -133,8 +133,9 @@ class _Pools:
 
     def at(self, device: torch.device, window: int | None, num_rows: int) -> PagePool:
         if (device, window) not in self.by_place:
-            if self.shared is not None and (device, window) == (self.shared.device, None):
-                pool: PagePool = self.shared.pool(num_rows, self.reserve_tokens)
+            shared = self.shared
+            if shared is not None and (device, window) == (shared.device, None) and shared.serves():
+                pool: PagePool = shared.pool(num_rows, self.reserve_tokens)
             else:
                 table = PageTable(self.page_size, self.max_pages)
                 pool = PagePool(table, num_rows, device, window, self.reserve_tokens, self.counters)

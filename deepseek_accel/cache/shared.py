@@ -5,7 +5,7 @@ is kept only when it is full, and who writes to a page that others hold takes a 
 
 Storages that must grow move. A cache in another thread may be writing to the old ones at that moment, so it goes on
 with them: it holds the only references to the pages it writes, and brings them along when it needs pages beyond the
-end. On a GPU all calls use one stream (`SharedPages.joins`), which puts their work in order.
+end. On a GPU all calls use one stream (`SharedPages.enter`), which puts their work in order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ import torch
 from .allocator import PageAllocator
 from .pages import PagePool, PageTable
 from .prefix import KeptPages
+
+
+class Guest:
+    """Stands for a call that uses the pages, see `SharedPages.enter`."""
 
 
 class SharedPages:
@@ -73,18 +77,30 @@ class SharedPages:
             self.collect()
             return self.allocator.in_use
 
-    def joins(self) -> bool:
-        """Whether work on the current stream comes after all earlier work on these pages. False while a cache of
-        another stream is alive."""
-        if self._stream is None:
-            return True
-        stream = torch.cuda.current_stream(self.device)
-        if stream != self._stream:
-            if self.num_caches():
-                return False
-            stream.wait_stream(self._stream)
-            self._stream = stream
-        return True
+    def enter(self) -> Guest | None:
+        """Let a call in that will take pages and make a cache; until its guest dies it counts as a cache that is alive.
+
+        None while a cache of another stream is alive: work on the current stream would not come after its work.
+        """
+        with self.lock:
+            self.collect()
+            if self._stream is not None:
+                stream = torch.cuda.current_stream(self.device)
+                if stream != self._stream:
+                    if self._live:
+                        return None
+                    stream.wait_stream(self._stream)
+                    for storage in self.storages.values():
+                        storage.record_stream(stream)  # replaced on this stream, it must not be reused on the old one
+                    self._stream = stream
+            self._live += 1
+        guest = Guest()
+        weakref.finalize(guest, self._given_back.append, []).atexit = False
+        return guest
+
+    def serves(self) -> bool:
+        """Whether the current stream is the one that these pages are used on."""
+        return self._stream is None or torch.cuda.current_stream(self.device) == self._stream
 
     def pool(self, num_rows: int, reserve_tokens: int) -> SharedPool:
         """A table of `num_rows` empty rows for a new cache."""
@@ -144,9 +160,16 @@ class SharedPages:
             if self._live or self.bytes_reserved() <= self.budget_bytes:
                 return
             order = torch.tensor(self.kept.renumber(), dtype=torch.int64, device=self.device)
-            with torch.inference_mode(False), torch.no_grad():
-                for layer, storage in self.storages.items():
-                    self.storages[layer] = storage[order]
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    for layer, storage in self.storages.items():
+                        self.storages[layer] = storage[order]
+            except BaseException as error:
+                # some layers have moved and some have not: nothing of it can be kept
+                self._evicted(self.kept.evict_to(0))
+                self.storages.clear()
+                if not isinstance(error, torch.OutOfMemoryError):
+                    raise
 
     def grown(self, layer: int, need: int, like: torch.Tensor) -> torch.Tensor:
         """The newest storage of `layer`, with room for `need` pages like those of `like`. The lock is held."""

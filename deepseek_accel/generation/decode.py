@@ -18,7 +18,7 @@ from ..families.base import Family
 from ..ops.choice import prebuild, why_not_triton
 from ..versions import cache_argument
 from ..watch import count
-from .graphs import POSTS, GraphRun, StepGraphs
+from .graphs import POSTS, GraphRun, NoRoom, StepGraphs
 from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, read_model
 from .prefill import entry_sizes, prefill
 from .prompt_graphs import size_class
@@ -324,14 +324,13 @@ class _Sampling:
             return prefill(self.stepper, input_ids, cache, starts, positions)
         try:
             graph = graphs.prompt(self.stepper, count, cache)
-            if graph is None:
-                return prefill(self.stepper, input_ids, cache, starts, positions)
-            logits = prefill(self.stepper, input_ids, cache, starts, positions, graph=graph)
-            self.loop.counters["cuda_graphs: prompts replayed"] += 1
-            return logits
-        except torch.OutOfMemoryError:  # the cache is as it was; pieces take less than a graph's memory of its own
-            self.loop.counters["cuda_graphs: prompts without graph (out of memory)"] += 1
-            graphs.refuse_prompts(count)
+            if graph is not None:
+                try:
+                    logits = prefill(self.stepper, input_ids, cache, starts, positions, graph=graph)
+                    self.loop.counters["cuda_graphs: prompts replayed"] += 1
+                    return logits
+                except NoRoom:  # the cache is as it was; pieces take less than a graph's memory of its own
+                    self.loop.counters["cuda_graphs: prompts without graph (out of memory)"] += 1
             return prefill(self.stepper, input_ids, cache, starts, positions)
         finally:
             graphs.release(self.stepper.model.device)
@@ -389,10 +388,15 @@ class _Sampling:
         try:
             simple = self._ends_simply() and not self._keeps_scores()
             choice = choice_of(self.processors, self._samples()) if simple else None
-            run = graphs.run(self.stepper, batch, cache, starts or [0] * batch, choice)
+            eager, run = _EagerSteps(self.stepper, cache, positions, starts), None
+            try:
+                run = graphs.run(self.stepper, batch, cache, starts or [0] * batch, choice)
+            except torch.OutOfMemoryError:
+                count(self.loop.counters, "cuda_graphs: eager loop (out of memory)")
+            if run is None:
+                return self._loop(input_ids, logits, eager)
             # a graph that does not choose needs no end tokens, and there may be more than it has room for
             eos = [] if choice is None else self._eos()
-            eager = _EagerSteps(self.stepper, cache, positions, starts)
             steps = _GraphSteps(run, eager, eos, self._pad(), self._samples(), self.loop.counters)
             return self._loop(input_ids, logits, steps)
         finally:
@@ -614,12 +618,13 @@ class _GraphSteps:
             try:
                 self.run.begin(tokens, self.eager.positions, unfinished, self.eos, self.pad)
                 self.run.capture()
-            except torch.OutOfMemoryError:  # nothing has run yet; without a graph a step takes less
+            except NoRoom:  # nothing has run yet; without a graph a step takes less
                 self.counters["cuda_graphs: eager loop (out of memory)"] += 1
                 self._without, self.chooses, self.counter = True, False, ""
+            self._begun = True
+            if self._without:
                 self.run.cache.commit(self.length)
                 return self.eager.step(tokens, unfinished)
-            self._begun = True
         self.length += 1
         if self._generator is not None and self.chooses:
             self._offset = self._generator.get_offset()

@@ -7,9 +7,11 @@ through `.data` and fused optimizers, which torch does not count, as long as the
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ PROBES = 32
 """Values of each tensor that are compared, evenly spaced from its first."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)
 
 
 class Fingerprint:
@@ -44,7 +47,11 @@ class Fingerprint:
                 if table:
                     tensors += table.values()
             kind = type(module)
-            state += (kind, known["training"], id(known.get("forward")))
+            # functions are held, not numbered: another one may get the number of one that is gone
+            state += (kind, kind.forward, known["training"])
+            state += [value for value in known.values() if isinstance(value, _FUNCTIONS)]
+            if (config := known.get("config")) is not None:
+                state.append(getattr(config, "rope_interleave", None))  # read anew in every call
             home = kind.__module__
             if not home.startswith("torch."):
                 state += [value for value in known.values() if type(value) in _PLAIN]

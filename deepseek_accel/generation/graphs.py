@@ -101,6 +101,10 @@ class _Captured(NamedTuple):
     """[B, vocabulary], where the graph leaves them."""
 
 
+class NoRoom(Exception):
+    """There is no memory to capture a graph."""
+
+
 class StepGraphs:
     """The graphs of one model. At most one `generate` uses them at a time; `try_lease` says whether it may."""
 
@@ -110,7 +114,6 @@ class StepGraphs:
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
-        self._refused: set[int | None] = set()
         self._last_use: torch.cuda.Event | None = None
         self._drop()
 
@@ -123,6 +126,7 @@ class StepGraphs:
         self._prompt_buffers: PromptBuffers | None = None
         self._prompts: dict[int, _Captured] = {}
         self._met: set[int] = set()
+        self._refused: set[Any] = set()
         self._addresses: torch.Tensor | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -185,7 +189,8 @@ class StepGraphs:
         device = stepper.model.device
         if self._last_use is not None:
             torch.cuda.current_stream(device).wait_event(self._last_use)
-        identity = (device, stepper.model.identity(), cache.page_size, cache.fp8)
+        layout = getattr(stepper.attention.config, "rope_interleave", None)
+        identity = (device, stepper.model.identity(), layout, cache.page_size, cache.fp8)
         if identity != self._identity:
             self._drop()
             self._identity = identity
@@ -195,16 +200,12 @@ class StepGraphs:
                 self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
                 self._pool = torch.cuda.graph_pool_handle()
 
-    def refuse_prompts(self, count: int) -> None:
-        """Do without a graph from now on for prompts of the class of `count` tokens."""
-        self._refused.add(size_class(count))
-
     def prompt(self, stepper: Stepper, count: int, cache: Any) -> Callable[..., torch.Tensor] | None:
         """What runs a prompt of `count` tokens in one row, as `prefill` takes it; None: its size class was never met,
         or refused.
 
         The first prompt of a class runs without a graph, so that one call alone does not pay for a capture. Needs the
-        lease until the prompt has run.
+        lease until the prompt has run. What it returns raises NoRoom if there is no memory to capture.
         """
         size = size_class(count)
         assert size is not None
@@ -228,7 +229,7 @@ class StepGraphs:
             if (found := self._prompts.get(size)) is None:
                 step = partial(record_prompt, stepper, size, self._prompt_buffers, self._addresses, held[0])
                 # the run before the capture writes what the replay writes again
-                found = self._prompts[size] = self._capture(device, step, ())
+                found = self._prompts[size] = self._capture(size, device, step, ())
                 self.counters["cuda_graphs: prompts captured"] += 1
             found.graph.replay()
         return found.logits.clone()
@@ -239,6 +240,8 @@ class StepGraphs:
         if known is None or known.block_table.shape[1] < num_pages:
             for key in [key for key in self._graphs if key[0] == bucket]:
                 del self._graphs[key]
+            if not self._graphs and not self._prompts:
+                self._pool = torch.cuda.graph_pool_handle()  # one without a graph left in it cannot be captured into
             known = self._buffers[bucket] = Buffers.make(bucket, num_pages, device)
         return known
 
@@ -251,12 +254,23 @@ class StepGraphs:
                 del self._graphs[sampling[0]]
             buffers = run.buffers
             written = (buffers.live, buffers.tokens, buffers.unfinished, buffers.count)
-            found = self._capture(run.stepper.model.device, partial(run.record, choice), written)
+            found = self._capture(key, run.stepper.model.device, partial(run.record, choice), written)
             self.counters["cuda_graphs: captured"] += 1
         self._graphs[key] = found  # the last one used stands last
         return found
 
     def _capture(
+        self, key: Any, device: torch.device, record: Callable[[], torch.Tensor], written: tuple[torch.Tensor, ...]
+    ) -> _Captured:
+        """`_record`. NoRoom if there is no memory, and from then on for this key."""
+        if key not in self._refused:
+            try:
+                return self._record(device, record, written)
+            except torch.OutOfMemoryError:
+                self._refused.add(key)
+        raise NoRoom  # out here nothing holds the tensors of what failed
+
+    def _record(
         self, device: torch.device, record: Callable[[], torch.Tensor], written: tuple[torch.Tensor, ...]
     ) -> _Captured:
         """Run `record` once, so that kernels and libraries are loaded, then record it.
@@ -269,23 +283,25 @@ class StepGraphs:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
         graph, state = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(device)
-        with torch.cuda.stream(stream):
-            kept = [tensor.clone() for tensor in written]
-            if written:
-                written[0].zero_()
-            with prebuild(device):
-                record()
-            record()
-            for tensor, value in zip(written, kept, strict=True):
-                tensor.copy_(value)
-            stream.synchronize()
-            # other threads may go on using the device while this one records
-            try:
+        try:
+            with torch.cuda.stream(stream):
+                kept = [tensor.clone() for tensor in written]
+                try:
+                    if written:
+                        written[0].zero_()
+                    with prebuild(device):
+                        record()
+                    record()
+                finally:
+                    for tensor, value in zip(written, kept, strict=True):
+                        tensor.copy_(value)
+                    stream.synchronize()
+                # other threads may go on using the device while this one records
                 with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                     logits = record()
-            finally:
-                torch.cuda.set_rng_state(state, device)
-        torch.cuda.current_stream(device).wait_stream(stream)
+        finally:
+            torch.cuda.set_rng_state(state, device)
+            torch.cuda.current_stream(device).wait_stream(stream)
         return _Captured(graph, logits)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.prefix import chain
-from ..cache.shared import SharedPages
+from ..cache.shared import Guest, SharedPages, SharedPool
 from ..versions import cache_argument
 from ..watch import count
 from .fingerprint import Fingerprint
@@ -43,8 +43,8 @@ class Prefixes:
         # pages belong to the weights they were computed with, not to a copy of the model
         return Prefixes, (self.page_size, self.max_pages, self.budget_bytes, self.counters)
 
-    def pages_for(self, model: nn.Module, device: torch.device) -> tuple[SharedPages, bytes]:
-        """The pages of the model as it is now, and the key that the chain of its prefixes starts from.
+    def pages_for(self, model: nn.Module, device: torch.device) -> tuple[SharedPages, Guest, bytes]:
+        """The pages of the model as it is now, a guest's place there, and the key that its prefixes' chain starts from.
 
         Pages of other weights are forgotten; caches that still use them keep them alive. Raises ValueError with the
         reason if it cannot be told whether kept pages are still true, or in which order they are used.
@@ -59,9 +59,9 @@ class Prefixes:
                 budget = _default_budget(device) if self.budget_bytes is None else self.budget_bytes
                 known = SharedPages(device, self.page_size, self.max_pages, budget, self.counters)
                 self._shared, self._seen = known, now
-            if not known.joins():
+            if (guest := known.enter()) is None:
                 raise ValueError("a cache of another CUDA stream is alive")
-            return known, self._root(now.state)
+            return known, guest, self._root(now.state)
 
     def still(self, shared: SharedPages) -> bool:
         """Whether the weights are those that `shared` was filled with, as far as torch counts writes."""
@@ -128,6 +128,9 @@ def why_no_reuse(model: Any, cache: Any, input_ids: Tensor, config: Any, kwargs:
     if extra := sorted(name for name, value in kwargs.items() if name not in allowed and value is not None):
         return f"the forward is given {', '.join(extra)}"
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    # as `decode._cached` finds out whether the prompt is the whole sequence
+    if (getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]) != input_ids.shape[1]:
+        return "an attention mask of another length"
     if mask is not None and (mask.shape != input_ids.shape or not bool(mask.all())):
         return "padded prompts"
     if positions is not None:
@@ -143,8 +146,11 @@ class Reuse:
     input_ids: [B, T], the whole prompt, without padding. At least its last token is left to compute.
     """
 
-    def __init__(self, prefixes: Prefixes, shared: SharedPages, root: bytes, cache: Any, input_ids: Tensor) -> None:
+    def __init__(
+        self, prefixes: Prefixes, shared: SharedPages, guest: Guest, root: bytes, cache: Any, input_ids: Tensor
+    ) -> None:
         self.prefixes, self.shared, self.root, self.cache = prefixes, shared, root, cache
+        self._guest = guest  # held for as long as this call may take pages
         self.input_ids, self.counters = input_ids, prefixes.counters
         self.keys: list[list[bytes]] = [[] for _ in input_ids]
         """Of every full page of every row."""
@@ -214,9 +220,14 @@ class Reuse:
     def keep(self, ids: Tensor) -> None:
         """Keep the full pages of the cache, which holds the first tokens of ids [B, T]."""
         layers, pools = self.cache.layers, self.cache.pools
-        if not self.prefixes.still(self.shared) or len(pools) != 1 or len({layer.length for layer in layers}) != 1:
+        if not self.prefixes.still(self.shared) or len({layer.length for layer in layers}) != 1:
+            return
+        if len(pools) != 1 or not isinstance(pools[0], SharedPool):
             return
         self._read(ids[:, : self.cache.length])
         full = self.cache.length // self.shared.page_size
         sizes = [(layer.num_heads, layer.key_dim, layer.value_dim) for layer in layers]
-        self.shared.keep(pools[0], [keys[:full] for keys in self.keys], sizes, layers[0].dtype)
+        try:
+            self.shared.keep(pools[0], [keys[:full] for keys in self.keys], sizes, layers[0].dtype)
+        except torch.OutOfMemoryError:  # what was generated matters more
+            self.counters["kv_cache: prefixes not kept (out of memory)"] += 1

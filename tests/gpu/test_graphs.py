@@ -145,7 +145,7 @@ def test_prompts_that_graphs_leave_alone(model_type):
 @pytest.mark.parametrize("lengths", [(23,), (23, 9)])
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_capture_finds_no_memory(model_type, lengths, sample, monkeypatch):
-    """Prompt and steps run without graphs then; prompts of that class from then on, steps until the next call."""
+    """Prompt and steps run without graphs then, and from then on; the weights moved, they are tried again."""
     model, inputs = optimize(fresh(model_type), config()), batch(*lengths)
     options = dict(do_sample=True, top_k=1) if sample else {}
     expected = run(stock(model_type), inputs)
@@ -154,15 +154,17 @@ def test_a_capture_finds_no_memory(model_type, lengths, sample, monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepGraphs, "_capture", capture)
+        patch.setattr(StepGraphs, "_record", capture)
         for _ in range(3):
             assert torch.equal(run(model, inputs, **options), expected)
     assert counted(model, "eager loop (out of memory)") == 3
     assert counted(model, "prompts without graph (out of memory)") == (len(lengths) == 1)
-    assert captures(model) == counted(model, "replays") == 0
+    assert torch.equal(run(model, inputs, **options), expected)
+    assert captures(model) == counted(model, "replays") == counted(model, "prompts captured") == 0
+    weight = model.lm_head.weight
+    weight.data = weight.data.clone()
     assert torch.equal(run(model, inputs, **options), expected)
     assert captures(model) == 1
-    assert counted(model, "prompts captured") == 0
 
 
 # --- graph-stale
