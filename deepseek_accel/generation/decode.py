@@ -324,14 +324,7 @@ class _Sampling:
             return prefill(self.stepper, input_ids, cache, starts, positions)
         try:
             graph = graphs.prompt(self.stepper, count, cache)
-            if graph is not None:
-                try:
-                    logits = prefill(self.stepper, input_ids, cache, starts, positions, graph=graph)
-                    self.loop.counters["cuda_graphs: prompts replayed"] += 1
-                    return logits
-                except NoRoom:  # the cache is as it was; pieces take less than a graph's memory of its own
-                    self.loop.counters["cuda_graphs: prompts without graph (out of memory)"] += 1
-            return prefill(self.stepper, input_ids, cache, starts, positions)
+            return prefill(self.stepper, input_ids, cache, starts, positions, graph=graph)
         finally:
             graphs.release(self.stepper.model.device)
 

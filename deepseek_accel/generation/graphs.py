@@ -200,19 +200,15 @@ class StepGraphs:
                 self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
                 self._pool = torch.cuda.graph_pool_handle()
 
-    def prompt(self, stepper: Stepper, count: int, cache: Any) -> Callable[..., torch.Tensor] | None:
-        """What runs a prompt of `count` tokens in one row, as `prefill` takes it; None: its size class was never met,
-        or refused.
+    def prompt(self, stepper: Stepper, count: int, cache: Any) -> Callable[..., torch.Tensor]:
+        """What runs a prompt of `count` tokens in one row, as `prefill` takes it. Needs the lease until it has run.
 
-        The first prompt of a class runs without a graph, so that one call alone does not pay for a capture. Needs the
-        lease until the prompt has run. What it returns raises NoRoom if there is no memory to capture.
+        A class of sizes is captured when it is met again, so that one call alone does not pay for that. Until then, and
+        where there is no memory, its launches are those of the graph, one by one: bits do not change with the call.
         """
         size = size_class(count)
         assert size is not None
         self._follow(stepper, cache)
-        if size not in self._met or size in self._refused:
-            self._met.add(size)
-            return None
         return partial(self._run_prompt, stepper, size)
 
     def _run_prompt(
@@ -226,13 +222,28 @@ class StepGraphs:
             if self._prompt_buffers is None:
                 self._prompt_buffers = PromptBuffers.make(device)
             self._prompt_buffers.set(input_ids, positions, slots)
-            if (found := self._prompts.get(size)) is None:
-                step = partial(record_prompt, stepper, size, self._prompt_buffers, self._addresses, held[0])
-                # the run before the capture writes what the replay writes again
-                found = self._prompts[size] = self._capture(size, device, step, ())
-                self.counters["cuda_graphs: prompts captured"] += 1
+            step = partial(record_prompt, stepper, size, self._prompt_buffers, self._addresses, held[0])
+            found = self._captured_prompt(size, device, step)
+            if found is None:
+                return step()
             found.graph.replay()
+            self.counters["cuda_graphs: prompts replayed"] += 1
         return found.logits.clone()
+
+    def _captured_prompt(self, size: int, device: torch.device, step: Callable[[], torch.Tensor]) -> _Captured | None:
+        """The graph of a class, captured now if it was met before; None: run `step` without."""
+        if size not in self._met:
+            self._met.add(size)
+            with prebuild(device):
+                step()
+        elif size not in self._prompts and size not in self._refused:
+            try:
+                # the run before the capture writes what the replay writes again
+                self._prompts[size] = self._capture(size, device, step, ())
+                self.counters["cuda_graphs: prompts captured"] += 1
+            except NoRoom:
+                self.counters["cuda_graphs: prompts without graph (out of memory)"] += 1
+        return self._prompts.get(size)
 
     def buffers(self, bucket: int, num_pages: int, device: torch.device) -> Buffers:
         """The buffers of a bucket, with room for `num_pages` pages per row. Larger ones need new graphs."""
