@@ -11,24 +11,32 @@ value dim.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
-
-from ..kernels.entry_layout import grouped_layout, latent_layout
 
 CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {kind: torch.finfo(dtype).max for kind, dtype in CODES.items()}
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
+@functools.cache
+def _layouts() -> Any:
+    from ..kernels import entry_layout  # at first use: importing the package brings no kernels along
+
+    return entry_layout
+
+
 def latent_bytes(rank: int, rope: int, dtype: torch.dtype) -> int:
     """Of an entry [latent | rotary key of `dtype`]."""
-    return latent_layout(rank, rope, dtype.itemsize).width
+    return _layouts().latent_layout(rank, rope, dtype.itemsize).width
 
 
 def heads_bytes(kv_heads: int, key_dim: int, value_dim: int) -> int:
     """Of an entry [keys | values]."""
-    return grouped_layout(kv_heads, key_dim, value_dim).width
+    return _layouts().grouped_layout(kv_heads, key_dim, value_dim).width
 
 
 def quantize(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -52,7 +60,7 @@ def dequantize(codes: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> 
 def encode_latents(latent: Tensor, k_rope: Tensor, kind: str) -> Tensor:
     """latent [..., C] and k_rope [..., R] as entries [..., bytes]."""
     rank, rope = latent.shape[-1], k_rope.shape[-1]
-    layout = latent_layout(rank, rope, k_rope.element_size())
+    layout = _layouts().latent_layout(rank, rope, k_rope.element_size())
     rows = torch.zeros(*latent.shape[:-1], layout.width, dtype=torch.uint8, device=latent.device)
     codes, scale = quantize(latent, kind)
     rows[..., :rank] = codes
@@ -66,7 +74,7 @@ def decode_latents(
 ) -> Tensor:
     """Entries [..., bytes] as latent and rotary key [..., C + R], in out_dtype. dtype: of the rotary key in there."""
     out_dtype = out_dtype or dtype
-    layout = latent_layout(rank, rope, dtype.itemsize)
+    layout = _layouts().latent_layout(rank, rope, dtype.itemsize)
     scale = _take(rows, layout.scales, 1, torch.float32)
     k_rope = _take(rows, layout.second, rope, dtype)
     return torch.cat((dequantize(rows[..., :rank], scale, kind, out_dtype), k_rope.to(out_dtype)), -1)
@@ -75,7 +83,7 @@ def decode_latents(
 def encode_heads(keys: Tensor, values: Tensor, kind: str) -> Tensor:
     """keys [..., G, D] and values [..., G, Dv] as entries [..., bytes]."""
     (heads, key_dim), value_dim = keys.shape[-2:], values.shape[-1]
-    layout = grouped_layout(heads, key_dim, value_dim)
+    layout = _layouts().grouped_layout(heads, key_dim, value_dim)
     rows = torch.zeros(*keys.shape[:-2], layout.width, dtype=torch.uint8, device=keys.device)
     (key_codes, key_scales), (value_codes, value_scales) = quantize(keys, kind), quantize(values, kind)
     rows[..., : heads * key_dim] = key_codes.flatten(-2)
@@ -88,7 +96,7 @@ def decode_heads(
     rows: Tensor, kind: str, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Entries [..., bytes] as keys [..., G, D] and values [..., G, Dv] of `dtype`."""
-    layout = grouped_layout(kv_heads, key_dim, value_dim)
+    layout = _layouts().grouped_layout(kv_heads, key_dim, value_dim)
     key_scales, value_scales = _take(rows, layout.scales, 2 * kv_heads, torch.float32).unsqueeze(-1).chunk(2, -2)
     keys = rows[..., : kv_heads * key_dim].unflatten(-1, (kv_heads, key_dim))
     values = rows[..., layout.second :][..., : kv_heads * value_dim].unflatten(-1, (kv_heads, value_dim))
