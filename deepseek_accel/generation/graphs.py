@@ -101,8 +101,13 @@ class _Captured(NamedTuple):
     """[B, vocabulary], where the graph leaves them."""
 
 
-class NoRoom(Exception):
-    """There is no memory to capture a graph."""
+class NoRoom(torch.OutOfMemoryError):
+    """There is no memory to capture a graph. Reaches a caller only where a graph must be made anew within a call."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no memory to capture a CUDA graph anew for a longer context; optimize without CUDAGraphs, or use fewer rows"
+        )
 
 
 class StepGraphs:
@@ -279,7 +284,7 @@ class StepGraphs:
                 return self._record(device, record, written)
             except torch.OutOfMemoryError:
                 self._refused.add(key)
-        raise NoRoom  # out here nothing holds the tensors of what failed
+        raise NoRoom()  # out here nothing holds the tensors of what failed
 
     def _record(
         self, device: torch.device, record: Callable[[], torch.Tensor], written: tuple[torch.Tensor, ...]
