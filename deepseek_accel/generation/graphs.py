@@ -106,7 +106,7 @@ class NoRoom(torch.OutOfMemoryError):
 
     def __init__(self) -> None:
         super().__init__(
-            "no memory to capture a CUDA graph anew for a longer context; optimize without CUDAGraphs, or use fewer rows"
+            "no memory to capture a CUDA graph for a longer context; use fewer rows, or optimize without CUDAGraphs"
         )
 
 
