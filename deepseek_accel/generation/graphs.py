@@ -256,7 +256,7 @@ class StepGraphs:
         if known is None or known.block_table.shape[1] < num_pages:
             for key in [key for key in self._graphs if key[0] == bucket]:
                 del self._graphs[key]
-            if not self._graphs and not self._prompts:
+            if known is not None and not self._graphs and not self._prompts:
                 self._pool = torch.cuda.graph_pool_handle()  # one without a graph left in it cannot be captured into
             known = self._buffers[bucket] = Buffers.make(bucket, num_pages, device)
         return known
