@@ -10,6 +10,9 @@ from .errors import (
     RestoreError,
     UnsupportedModelError,
 )
+from .gating.calibrate import calibrate_gates
+from .gating.sensitivity import GateSensitivity
+from .passes.adaptive_topk import AdaptiveTopK
 from .passes.attention import Attention
 from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
@@ -20,17 +23,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccelError",
+    "AdaptiveTopK",
     "Attention",
     "CUDAGraphs",
     "CacheFullError",
     "CheckpointError",
     "FusedExperts",
     "FusedLayers",
+    "GateSensitivity",
     "KVCache",
     "OptimizeConfig",
     "PlanError",
     "RestoreError",
     "UnsupportedModelError",
+    "calibrate_gates",
     "optimize",
     "plan",
     "report",

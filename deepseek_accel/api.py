@@ -125,8 +125,10 @@ def report(model: nn.Module) -> Report:
     if state is None:
         return Report(family.model_type, optimized=False, parameter_bytes_before=size, parameter_bytes=size)
     cache: dict[str, Any] = {}
+    gating: dict[str, Any] = {}
     for p in state.config.ordered():
         cache |= p.describe(inner, family)
+        gating |= p.gating(inner, family)
     return Report(
         family.model_type,
         optimized=True,
@@ -134,5 +136,6 @@ def report(model: nn.Module) -> Report:
         parameter_bytes_before=state.parameter_bytes,
         parameter_bytes=size,
         cache=cache,
+        gating=gating,
         counters=dict(state.counters),
     )

@@ -9,6 +9,12 @@ from typing import Any
 from .plan import format_rows, html_rows
 
 
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_short, value))
+    return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """The state of one model. `print(report(model))` shows it; `to_dict()` is ready for JSON."""
@@ -21,6 +27,8 @@ class Report:
     parameter_bytes: int = 0
     cache: dict[str, Any] = field(default_factory=dict)
     """What one token takes in one layer of the cache, and how it is stored."""
+    gating: dict[str, Any] = field(default_factory=dict)
+    """How many of the chosen experts a token kept and a step read, where a pass drops some; None: nothing ran."""
     counters: dict[str, int] = field(default_factory=dict)
     """How often each path ran since `optimize`, as "<pass>: <what happened>"."""
 
@@ -39,6 +47,7 @@ class Report:
     def _facts(self) -> list[str]:
         lines = [f"parameters: {self.parameter_bytes_before:,} bytes before, {self.parameter_bytes:,} now"]
         lines += [f"cache: {key.replace('_', ' ')} {value}" for key, value in self.cache.items()]
+        lines += [f"gating: {key.replace('_', ' ')} {_short(value)}" for key, value in self.gating.items()]
         lines += [f"{key}: {count:,}" for key, count in sorted(self.counters.items())]
         return lines + self.warnings()
 

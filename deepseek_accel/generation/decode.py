@@ -509,7 +509,9 @@ class _Sampling:
         layers = self.stepper.model.layers
         mixtures = sum(isinstance(layer.mlp, Mixture) for layer in layers)
         counted = {step: len(layers), attention: len(layers), "experts: fused router": mixtures}
-        for what, each in (counted | {"experts: fused": mixtures}).items():
+        drops = sum(isinstance(layer.mlp, Mixture) and layer.mlp.drop is not None for layer in layers)
+        counted |= {"experts: fused": mixtures, "adaptive_topk: routers": drops}
+        for what, each in counted.items():
             if times * each:
                 self.loop.counters[what] += times * each
 

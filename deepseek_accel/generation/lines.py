@@ -13,6 +13,7 @@ from torch import nn
 
 from ..families.base import Family, RouterRule
 from ..journal import forward_slot
+from ..ops.adaptive_topk import Drop
 from ..watch import is_called, is_plain, is_silu, stands_in, why_foreign, why_replaced
 
 Norm = tuple[torch.Tensor, float]
@@ -39,6 +40,7 @@ class Mixture(NamedTuple):
     gate_up: torch.Tensor
     down: torch.Tensor
     shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    drop: Drop | None
 
 
 class LatentAttention(NamedTuple):
@@ -152,8 +154,8 @@ def read_dense(mlp: Any, like: torch.Tensor) -> Dense:
 def read_mixture(block: Any, like: torch.Tensor, family: Family) -> Mixture:
     parts = block._modules
     gate, experts, shared = parts["gate"], parts["experts"], parts.get("shared_experts")
-    experts_call = vars(experts).get(forward_slot(experts))
-    if not (stands_in(vars(gate).get(forward_slot(gate))) and stands_in(experts_call)) or why_foreign(block):
+    gate_call, experts_call = (vars(part).get(forward_slot(part)) for part in (gate, experts))
+    if not (stands_in(gate_call) and stands_in(experts_call)) or why_foreign(block):
         raise Watched("router or experts are not ours")
     if reason := why_stock_experts(experts, experts_call.keywords["implementation"], like):  # type: ignore[union-attr]
         raise Watched(f"experts: {reason}")
@@ -164,6 +166,7 @@ def read_mixture(block: Any, like: torch.Tensor, family: Family) -> Mixture:
         raise Watched("the mixture has parts of its own")
     bias = getattr(gate, "e_score_correction_bias", None)
     weights = tuple(read_dense(shared, like)) if shared is not None else None
+    dropping = gate_call.keywords.get("dropping")  # type: ignore[union-attr]
     return Mixture(
         gate.weight,
         bias,
@@ -171,6 +174,7 @@ def read_mixture(block: Any, like: torch.Tensor, family: Family) -> Mixture:
         experts.gate_up_proj,
         experts.down_proj,
         weights,  # type: ignore[arg-type]
+        dropping.on(like.device) if dropping is not None else None,
     )
 
 

@@ -286,11 +286,18 @@ def mlp_step(layer: Layer, x: Tensor, span: Span) -> Tensor:
     assert isinstance(mlp, Mixture)  # `read_model` leaves no module
     if len(x) <= ONE_LAUNCH_TOKENS:
         normed, weights, indices = norm_route(
-            x, *layer.mlp_norm, mlp.router, mlp.bias, live=span.live, counters=span.counters, **vars(mlp.rule)
+            x,
+            *layer.mlp_norm,
+            mlp.router,
+            mlp.bias,
+            live=span.live,
+            counters=span.counters,
+            drop=mlp.drop,
+            **vars(mlp.rule),
         )
     else:
         normed = rms_norm(x, *layer.mlp_norm)
-        weights, indices = route_normed(normed, mlp.router, mlp.bias, live=span.live, **vars(mlp.rule))
+        weights, indices = route_normed(normed, mlp.router, mlp.bias, live=span.live, drop=mlp.drop, **vars(mlp.rule))
     return mixture(normed, indices, weights, mlp.gate_up, mlp.down, mlp.shared, x)
 
 

@@ -56,7 +56,14 @@ def layer_step(layer: Layer, x: torch.Tensor, held: Held, place: Place) -> torch
         return x
     if isinstance(mlp, Mixture):
         normed, weights, indices = norm_route(
-            x, *layer.mlp_norm, mlp.router, mlp.bias, live=place.live, counters=place.counters, **vars(mlp.rule)
+            x,
+            *layer.mlp_norm,
+            mlp.router,
+            mlp.bias,
+            live=place.live,
+            counters=place.counters,
+            drop=mlp.drop,
+            **vars(mlp.rule),
         )
         return mixture(normed, indices, weights, mlp.gate_up, mlp.down, mlp.shared, x)
     normed = rms_norm(x, *layer.mlp_norm).view(*place.shape, -1)

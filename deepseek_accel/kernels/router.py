@@ -6,12 +6,14 @@ the lowest id. NaN sorts above all numbers, as in torch; ids stay distinct and i
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from . import launching
+from . import adaptive_topk, launching
+from .adaptive_topk import drop_pairs
 
 REMOVED = tl.constexpr(-(1 << 63))  # below the packed -inf, so a removed expert is never chosen again
 
@@ -127,6 +129,10 @@ def route_kernel(
     logits,  # [SPLITS, T, E]: parts, summed in order
     bias,  # [E]
     live,  # [1] int32, used if HAS_LIVE
+    feeling,  # [T] fp32, of `ops.adaptive_topk.Drop`, used if DROP says so; as the next three
+    offset,  # [E] fp32
+    losses,  # [T, K] fp32
+    tally,  # [4] int64
     weights,  # [T, K] fp32
     indices,  # [T, K] int64
     logits_stride,
@@ -145,6 +151,10 @@ def route_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    DROP: tl.constexpr,
+    MIN_EXPERTS: tl.constexpr,
+    SETTLED: tl.constexpr,
+    ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launching.launch_dependents(PDL)
@@ -168,11 +178,18 @@ def route_kernel(
         BLOCK_K,
         SPLITS,
     )
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    used = slot < K
     if HAS_LIVE:
         idle = token >= tl.load(live)
         weight = tl.where(idle, 0.0, weight)
         ids = tl.where(idle, -1, ids)
-    slot = tl.arange(0, BLOCK_K)[None, :]
+        used = used & (token < tl.load(live))
+    if DROP:
+        tokens = token + tl.zeros([1], tl.int64)
+        weight, ids = drop_pairs(
+            weight, ids, used, tokens, feeling, offset, losses, tally, K, BLOCK_K, DROP, MIN_EXPERTS, SETTLED, ALONE
+        )
     tl.store(weights + token * K + slot, weight, mask=slot < K)
     tl.store(indices + token * K + slot, ids.to(tl.int64), mask=slot < K)
 
@@ -185,6 +202,11 @@ def norm_route_kernel(
     bias,  # [E]
     live,  # [1] int32, used if HAS_LIVE
     counters,  # [token groups] int32: programs of the group that are done; 0 before and after
+    slope,  # [D] fp32, of `ops.adaptive_topk.Drop`, used if DROP says so; as the next four
+    feeling,  # [T] fp32
+    offset,  # [E] fp32
+    losses,  # [T, K] fp32
+    tally,  # [4] int64
     normed,  # [T, D], contiguous
     logits,  # [T, E] fp32, contiguous
     weights,  # [T, K] fp32
@@ -209,6 +231,10 @@ def norm_route_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    DROP: tl.constexpr,
+    MIN_EXPERTS: tl.constexpr,
+    SETTLED: tl.constexpr,
+    ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_E logits of BLOCK_T tokens; the last program of a token group to finish chooses its experts."""
@@ -231,6 +257,9 @@ def norm_route_kernel(
     hidden = (norm_scale * rounded).to(value.dtype)
     if tl.program_id(0) == 0:
         tl.store(normed + token[:, None, None] * D + columns, hidden, mask=inside)
+        if DROP == 1:
+            part = tl.load(slope + columns, mask=columns < D, other=0.0) * hidden.to(tl.float32)
+            tl.store(feeling + token[:, None], tl.sum(part, 2), mask=exists[:, None])
     products = tl.sum(gate.to(tl.float32) * hidden.to(tl.float32), 2)  # [BLOCK_T, BLOCK_E]
     place = token[:, None] * E + experts[None, :]
     tl.store(logits + place, products, mask=exists[:, None] & (experts < E)[None, :])
@@ -257,12 +286,20 @@ def norm_route_kernel(
             BLOCK_K,
             1,
         )
+        slot = tl.arange(0, BLOCK_K)[None, :]
+        used = exists[:, None] & (slot < K)
         if HAS_LIVE:
             idle = token[:, None] >= tl.load(live)
             weight = tl.where(idle, 0.0, weight)
             ids = tl.where(idle, -1, ids)
-        slot = tl.arange(0, BLOCK_K)[None, :]
-        used = exists[:, None] & (slot < K)
+        if DROP:
+            live_pairs = used
+            if HAS_LIVE:
+                live_pairs = used & ~(token[:, None] >= tl.load(live))
+            weight, ids = drop_pairs(
+                weight, ids, live_pairs, token, feeling, offset, losses, tally,
+                K, BLOCK_K, DROP, MIN_EXPERTS, SETTLED, ALONE,
+            )  # fmt: skip
         tl.store(weights + token[:, None] * K + slot, weight, mask=used)
         tl.store(indices + token[:, None] * K + slot, ids.to(tl.int64), mask=used)
 
@@ -284,8 +321,13 @@ def launch(
     normalize: bool,
     scale: float,
     live: torch.Tensor | None = None,
+    drop: Any = None,
+    feeling: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.router.route`, also of logits [splits, T, E] in parts; with `live`, idle tokens as in `norm_route`."""
+    """`ops.router.route`, also of logits [splits, T, E] in parts; with `live`, idle tokens as in `norm_route`.
+
+    drop: an `ops.adaptive_topk.Drop`, with what its `feeling` gives.
+    """
     num_tokens, num_experts = logits.shape[-2:]
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
@@ -294,6 +336,8 @@ def launch(
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     pdl = launching.uses_pdl(logits.device)
+    rule = adaptive_topk.rule(drop, num_tokens, top_k)
+    losses = torch.empty_like(weights) if rule[-1] else weights
     launching.launch(
         route_kernel,
         (num_tokens,),
@@ -301,6 +345,10 @@ def launch(
             logits,
             logits if bias is None else bias.contiguous(),
             indices if live is None else live,
+            weights if feeling is None else feeling,
+            weights if drop is None else drop.offset,
+            losses,
+            indices if drop is None else drop.tally,
             weights,
             indices,
             logits.stride(-2),
@@ -311,11 +359,14 @@ def launch(
             *_rule(num_experts, bias, top_k, num_groups, topk_groups, scoring, group_score, normalize),
             len(logits) if logits.dim() == 3 else 1,
             live is not None,
+            *rule,
+            num_tokens == 1,
             pdl,
         ),
         num_warps=1,
         **({"launch_pdl": True} if pdl else {}),
     )
+    adaptive_topk.finish(drop, losses, weights, indices, num_experts)
     return weights, indices
 
 
@@ -370,6 +421,7 @@ def launch_norm_route(
     scale: float,
     live: torch.Tensor | None,
     counters: torch.Tensor,
+    drop: Any = None,
     tiles: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`ops.router.norm_route` for T not 0. gate_weight and norm_weight are contiguous; counters int32, zeros, one for
@@ -382,6 +434,9 @@ def launch_norm_route(
     indices = torch.empty(num_tokens, top_k, dtype=torch.int64, device=x.device)
     block_e, block_t, num_warps = tiles or norm_route_tiles(size, num_experts, num_tokens)
     pdl = launching.uses_pdl(x.device)
+    rule = adaptive_topk.rule(drop, num_tokens, top_k)
+    losses = torch.empty_like(weights) if rule[-1] else weights
+    feeling = weights if drop is None or drop.relative else torch.empty_like(logits[:, 0])
     launching.launch(
         norm_route_kernel,
         (-(-num_experts // block_e), -(-num_tokens // block_t)),
@@ -392,6 +447,11 @@ def launch_norm_route(
             gate_weight if bias is None else bias.contiguous(),
             counters if live is None else live,
             counters,
+            weights if drop is None else drop.slope,
+            feeling,
+            weights if drop is None else drop.offset,
+            losses,
+            indices if drop is None else drop.tally,
             normed,
             logits,
             weights,
@@ -408,17 +468,25 @@ def launch_norm_route(
             block_e,
             block_t,
             live is not None,
+            *rule,
+            num_tokens == 1,
             pdl,
         ),
         num_warps=num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )
+    adaptive_topk.finish(drop, losses, weights, indices, num_experts)
     return normed, weights, indices
 
 
 def compile_cases() -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of V2-Lite's and V3's router."""
-    pointers = {"logits": "*fp32", "bias": "*fp32", "live": "*i32", "weights": "*fp32", "indices": "*i64"}
+    pointers = {"logits": "*fp32", "bias": "*fp32", "live": "*i32"}
+    dropping = {"feeling": "*fp32", "offset": "*fp32", "losses": "*fp32", "tally": "*i64"}
+    pointers |= dropping | {"weights": "*fp32", "indices": "*i64"}
+    off = {"DROP": 0, "MIN_EXPERTS": 0, "SETTLED": False, "ALONE": False}
+    by_feeling = {"DROP": 1, "MIN_EXPERTS": 1, "SETTLED": False, "ALONE": True}
+    settled = {"DROP": 2, "MIN_EXPERTS": 2, "SETTLED": True, "ALONE": False}
     v2_lite = {
         "E": 64,
         "K": 6,
@@ -446,27 +514,33 @@ def compile_cases() -> list[tuple]:
         "BLOCK_K": 8,
     }
     signature = pointers | {"logits_stride": "i32", "split_stride": "i32", "scale": "fp32"}
-    signature |= dict.fromkeys((*v3, "SPLITS", "HAS_LIVE", "PDL"), "constexpr")
+    signature |= dict.fromkeys((*v3, "SPLITS", "HAS_LIVE", *off, "PDL"), "constexpr")
     whole, parts = {"SPLITS": 1, "HAS_LIVE": False}, {"SPLITS": 8, "HAS_LIVE": True}
     options = {"num_warps": 1, "num_stages": 3}
     cases = [
-        ("route-v2-lite", route_kernel, signature, v2_lite | whole | {"PDL": False}, options),
-        ("route-v3", route_kernel, signature, v3 | whole | {"PDL": False}, options),
-        ("route-v3-pdl", route_kernel, signature, v3 | parts | {"PDL": True}, options | {"capability": 90}),
+        ("route-v2-lite", route_kernel, signature, v2_lite | whole | off | {"PDL": False}, options),
+        ("route-v2-lite-drop", route_kernel, signature, v2_lite | whole | by_feeling | {"PDL": False}, options),
+        ("route-v3-settled", route_kernel, signature, v3 | parts | settled | {"PDL": False}, options),
+        ("route-v3", route_kernel, signature, v3 | whole | off | {"PDL": False}, options),
+        ("route-v3-pdl", route_kernel, signature, v3 | parts | off | {"PDL": True}, options | {"capability": 90}),
     ]
-    names = ("x", "norm_weight", "gate_weight", "bias", "live", "counters", "normed", "logits", "weights", "indices")
-    kinds = ("*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*i64")
+    names = ("x", "norm_weight", "gate_weight", "bias", "live", "counters", "slope", *dropping)
+    names += ("normed", "logits", "weights", "indices")
+    kinds = ("*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*i32", "*fp32", *dropping.values())
+    kinds += ("*bf16", "*fp32", "*fp32", "*i64")
     scalars = {"num_tokens": "i32", "x_stride": "i32", "eps": "fp32", "scale": "fp32"}
-    for name, rule, size, gate, num_tokens in (
-        ("v2-lite", v2_lite, 2048, "*bf16", 1),
-        ("v3", v3, 7168, "*fp32", 1),
-        ("v3-4", v3, 7168, "*bf16", 4),
-        ("v2-lite-64", v2_lite, 2048, "*bf16", 64),
+    for name, rule, size, gate, num_tokens, drop in (
+        ("v2-lite", v2_lite, 2048, "*bf16", 1, off),
+        ("v3", v3, 7168, "*fp32", 1, off),
+        ("v3-4", v3, 7168, "*bf16", 4, off),
+        ("v2-lite-64", v2_lite, 2048, "*bf16", 64, off),
+        ("v2-lite-drop", v2_lite, 2048, "*bf16", 1, by_feeling),
+        ("v3-4-settled", v3, 7168, "*bf16", 4, settled),
     ):
         block_e, block_t, num_warps = norm_route_tiles(size, rule["E"], num_tokens)
         fixed = {"D": size, "BLOCK_D": triton.next_power_of_2(size), "BLOCK_E": block_e, "BLOCK_T": block_t}
         for pdl, only in ((False, {}), (True, {"capability": 90}), (True, {"capability": 100})):
-            constants = {**rule, **fixed, "HAS_LIVE": True, "PDL": pdl}
+            constants = {**rule, **fixed, "HAS_LIVE": True, **drop, "PDL": pdl}
             signature = dict(zip(names, kinds, strict=True)) | {"gate_weight": gate} | scalars
             signature |= dict.fromkeys(constants, "constexpr")
             options = {"num_warps": num_warps, "num_stages": 3, **only}

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from .adaptive_topk import Drop, drop_experts
 from .choice import uses_triton
 from .rms_norm import rms_norm, rms_norm_reference
 
@@ -158,6 +159,7 @@ def norm_route_reference(
     normalize: bool,
     scale: float,
     live: torch.Tensor | None = None,
+    drop: Drop | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The definition, step by step; arguments and result as those of `norm_route`."""
     normed = rms_norm_reference(x, norm_weight, eps)
@@ -172,6 +174,8 @@ def norm_route_reference(
         normalize=normalize,
         scale=scale,
     )
+    if drop is not None:
+        return normed, *drop_experts(weights, indices, drop.feeling(normed), drop, live)
     return normed, *_without_idle(weights, indices, live)
 
 
@@ -233,6 +237,7 @@ def norm_route(
     scale: float,
     live: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
+    drop: Drop | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """RMS norm of T tokens, their logits, and `route` of these: for few tokens on a GPU in one launch, else in three.
 
@@ -272,9 +277,11 @@ def norm_route(
 
         counters = _counters_of_stream(x.device) if counters is None else counters
         weight, gate_weight = norm_weight.contiguous(), gate_weight.contiguous()
-        return kernel.launch_norm_route(x, weight, eps, gate_weight, bias, top_k, **rule, live=live, counters=counters)
+        return kernel.launch_norm_route(
+            x, weight, eps, gate_weight, bias, top_k, **rule, live=live, counters=counters, drop=drop
+        )
     normed = rms_norm(x, norm_weight, eps)
-    return normed, *route_normed(normed, gate_weight, bias, top_k, **rule, live=live)
+    return normed, *route_normed(normed, gate_weight, bias, top_k, **rule, live=live, drop=drop)
 
 
 def route_normed(
@@ -284,6 +291,7 @@ def route_normed(
     top_k: int,
     *,
     live: torch.Tensor | None = None,
+    drop: Drop | None = None,
     **rule: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm_route` of tokens that are normalised already: weights [T, K] and indices [T, K].
@@ -299,6 +307,9 @@ def route_normed(
             logits = router_logits.launch(normed, gate_weight.contiguous())
         else:
             logits = F.linear(normed.float(), gate_weight.float())
-        return kernel.launch(logits, bias, top_k, **rule, live=live)
+        feeling = None if drop is None else drop.feeling(normed)
+        return kernel.launch(logits, bias, top_k, **rule, live=live, drop=drop, feeling=feeling)
     weights, indices = route(F.linear(normed.float(), gate_weight.float()), bias, top_k, **rule)
+    if drop is not None:
+        return drop_experts(weights, indices, drop.feeling(normed), drop, live)
     return _without_idle(weights, indices, live)

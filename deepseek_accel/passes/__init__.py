@@ -7,6 +7,7 @@ from .base import Pass
 PASSES = (
     "attention",
     "experts",
+    "adaptive_topk",
     "layers",
     "kv_cache",
     "cuda_graphs",

@@ -35,3 +35,7 @@ class Pass:
     def describe(self, model: Any, family: Family) -> dict[str, Any]:
         """Facts for the `cache` part of the report, or nothing."""
         return {}
+
+    def gating(self, model: Any, family: Family) -> dict[str, Any]:
+        """Facts for the `gating` part of the report, or nothing."""
+        return {}

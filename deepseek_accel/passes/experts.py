@@ -52,11 +52,14 @@ def experts_forward(
     top_k_weights: torch.Tensor,
     implementation: str | None,
     counters: Counter[str],
+    drops: bool = False,
 ) -> torch.Tensor:
-    """hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K] -> [T, D]."""
+    """hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K] -> [T, D]. drops: of weight 0 means dropped."""
     reason = why_stock_experts(experts, implementation, hidden_states, top_k_weights)
     if reason is None:
         count(counters, "experts: fused")
+        if drops:
+            top_k_index = top_k_index.masked_fill(top_k_weights == 0, -1)
         return fused_experts(hidden_states, top_k_index, top_k_weights, experts.gate_up_proj, experts.down_proj)
     count(counters, f"experts: stock ({reason})")
     return type(experts).forward(experts, hidden_states, top_k_index, top_k_weights)
@@ -103,11 +106,13 @@ class FusedExperts(Pass):
             yield Skip(family.model_type, "this model has no routed experts")
             return
         applied = False
+        adaptive = next((p for p in context.passes if p.name == "adaptive_topk"), None)
         for where, block in blocks:
             gate, experts = block.gate, block.experts
+            drops = adaptive is not None and adaptive.why_not(model, family, gate) is None
             if (why := why_not_routed(gate, family)) is not None:
                 yield Skip(f"{where}.gate", why)
-            else:
+            elif not drops:  # else that pass writes the gate's forward
                 choose = partial(partial, gate_forward, gate, family=family, counters=context.counters)
                 yield Edit(gate, forward_slot(gate), choose, f"{where}.gate")
             if (why := why_not_fused(experts)) is not None:
@@ -120,6 +125,7 @@ class FusedExperts(Pass):
                 experts,
                 implementation=experts.config._experts_implementation,
                 counters=context.counters,
+                drops=drops,
             )
             yield Edit(experts, forward_slot(experts), compute, f"{where}.experts")
         if applied:

@@ -1,0 +1,153 @@
+"""What calibration learns about a model's routers, as a file and as thresholds.
+
+Letters: L mixture layers, K chosen experts, E experts, D hidden, Q quantiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import PlanError
+
+QUANTILES = 256
+_TENSORS = ("first", "second", "slope", "offset", "scores", "relative_scores")
+_FORMAT = "deepseek_accel gate sensitivity 1"
+_SAMPLES = 64
+
+
+class GateSensitivity:
+    """The result of `calibrate_gates`.
+
+    The loss of leaving out a chosen expert e of a token x with routing weight w is predicted as
+
+        1/2 w^2 exp(slope . x + ln E[g^2 | e])  nats,   offset[e] = ln E[g^2 | e] - ln 2
+
+    first [L, K], second [L, K]: E[-w g] and 1/2 E[(w g)^2], what leaving out the expert of each rank (by weight, the
+    largest first) costs to first and second order, in nats a token; g is the gradient of the loss by w.
+    slope [L, D], offset [L, E]: of the prediction. All fp32, on the CPU.
+    scores, relative_scores [L, K, Q]: quantiles, over the calibration's tokens, of the r-th largest score of a token:
+    ln of the predicted loss, and 2 ln(w / largest w).
+    fingerprint: of the model it was made from. tokens: how many.
+    """
+
+    def __init__(self, fingerprint: str, tokens: int, **tensors: torch.Tensor) -> None:
+        """Raises PlanError if the tensors are not those named above, or do not fit together."""
+        if missing := [name for name in _TENSORS if name not in tensors]:
+            raise PlanError(f"a gate sensitivity needs the tensors {', '.join(missing)}")
+        self.fingerprint, self.tokens = fingerprint, tokens
+        self.first, self.second = tensors["first"], tensors["second"]
+        self.slope, self.offset = tensors["slope"], tensors["offset"]
+        self.scores, self.relative_scores = tensors["scores"], tensors["relative_scores"]
+        layers, top_k = self.first.shape if self.first.dim() == 2 else (0, 0)
+        heads: dict[str, tuple[int, ...]] = {"second": (layers, top_k), "slope": (layers,), "offset": (layers,)}
+        heads |= dict.fromkeys(("scores", "relative_scores"), (layers, top_k))
+        for name, head in heads.items():
+            shape = tuple(tensors[name].shape)
+            if shape[: len(head)] != head or len(shape) != (3 if "scores" in name else 2):
+                raise PlanError(f"{name} of a gate sensitivity has shape {shape}, first has {layers, top_k}")
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.first.shape[0])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.first.shape[1])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in _TENSORS}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GateSensitivity):
+            return NotImplemented
+        mine, theirs = self._tensors(), other._tensors()
+        return (self.fingerprint, self.tokens) == (other.fingerprint, other.tokens) and all(
+            torch.equal(mine[name], theirs[name]) for name in _TENSORS
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.fingerprint, self.tokens))
+
+    def __repr__(self) -> str:
+        return f"GateSensitivity({self.num_layers} layers, top {self.top_k}, of {self.tokens:,} tokens)"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one safetensors file."""
+        from safetensors.torch import save_file
+
+        facts = {"format": _FORMAT, "fingerprint": self.fingerprint, "tokens": json.dumps(self.tokens)}
+        save_file({name: tensor.contiguous() for name, tensor in self._tensors().items()}, path, metadata=facts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> GateSensitivity:
+        """Read what `save` wrote. Raises PlanError if there is no such file, or it holds something else."""
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise PlanError(f"no such file: {os.fspath(path)!r}. `deepseek-accel calibrate` writes one.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts: dict[str, str] = file.metadata() or {}
+                if facts.get("format") != _FORMAT:
+                    raise PlanError(f"{os.fspath(path)!r} holds no gate sensitivity of this version")
+                tensors = {name: file.get_tensor(name) for name in _TENSORS}
+        except SafetensorError as error:  # a tensor is missing, too
+            raise PlanError(f"{os.fspath(path)!r} cannot be read: {error}") from error
+        return cls(facts["fingerprint"], json.loads(facts["tokens"]), **tensors)
+
+    def threshold(self, target: float, method: str, min_experts: int) -> float:
+        """The score below which a pair is dropped, so that of the calibration's tokens `target` * K pairs are kept.
+
+        The best `min_experts` of a token are always kept. Raises PlanError if those alone are more.
+        """
+        top_k = self.top_k
+        if target >= 1 or min_experts >= top_k:
+            return float("-inf")
+        dropped = (1 - target) * top_k / (top_k - min_experts)
+        if dropped > 1 + 1e-9:
+            raise PlanError(
+                f"target {target} is {target * top_k:.3g} of {top_k} experts, and min_experts {min_experts}"
+            )
+        table = self.scores if method == "gradient" else self.relative_scores
+        ordered = table[:, min_experts:].flatten().sort().values
+        return float(ordered[min(round(dropped * len(ordered)), len(ordered) - 1)])
+
+    def kept(self, threshold: float, method: str, min_experts: int) -> torch.Tensor:
+        """[L]: mean experts a token keeps in each layer at a threshold, on the calibration's tokens."""
+        table = self.scores if method == "gradient" else self.relative_scores
+        return min_experts + (table[:, min_experts:] >= threshold).float().mean(-1).sum(-1)
+
+
+def routers(model: Any, family: Any) -> list[Any]:
+    """The gates of every mixture layer, in order."""
+    return [block.gate for _, block in family.moe(model)]
+
+
+def is_placeholder(weight: torch.Tensor) -> bool:
+    """Whether there are no weights to look at: a model on "meta", or one number seen from every index."""
+    return weight.is_meta or (weight.numel() > 1 and not any(weight.stride()))
+
+
+def fingerprint(model: Any, family: Any) -> str:
+    """Names a model by what its routers and its embedding hold, whatever dtype and device it was loaded with.
+
+    Samples are rounded to bf16 first: a checkpoint stored in bf16 gives the same in fp32, fp16 (but for values beyond
+    its range) and bf16. Routed experts are not looked at, so that a quantised model is still the same.
+    """
+    seen = hashlib.sha256(family.model_type.encode())
+    tensors = [model.get_input_embeddings().weight]
+    for gate in routers(model, family):
+        tensors.append(gate.weight)
+        seen.update(repr(family.router(gate)).encode())
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16)
+        seen.update(repr(tuple(tensor.shape)).encode())
+        seen.update(samples.view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()[:32]
