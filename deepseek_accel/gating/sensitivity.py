@@ -147,7 +147,7 @@ def fingerprint(model: Any, family: Any) -> str:
         seen.update(repr(family.router(gate)).encode())
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16)
+        samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
         seen.update(repr(tuple(tensor.shape)).encode())
         seen.update(samples.view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()[:32]

@@ -50,15 +50,15 @@ def drop_pairs(
         best = tl.max(tl.where(waiting, ranked, float("-inf")), 1)[:, None]
         first = tl.min(tl.where(waiting & (ranked == best), slot, BLOCK_K), 1)[:, None]
         waiting = waiting & (slot != first)
+    live_tokens = tl.sum(tl.max(used.to(tl.int32), 1), 0).to(tl.int64)
+    tl.atomic_add(tally + 1, live_tokens, sem="relaxed")
     if SETTLED:
         loss = tl.where(waiting, tl.exp(score), float("inf"))
         tl.store(losses + token[:, None] * K + slot, loss, mask=used)
     else:
         dropped = waiting & (score < 0)
         kept = tl.sum(tl.sum((used & ~dropped).to(tl.int32), 1), 0).to(tl.int64)
-        live_tokens = tl.sum(tl.max(used.to(tl.int32), 1), 0).to(tl.int64)
         tl.atomic_add(tally, kept, sem="relaxed")
-        tl.atomic_add(tally + 1, live_tokens, sem="relaxed")
         if ALONE:
             tl.atomic_add(tally + 2, kept, sem="relaxed")
             tl.atomic_add(tally + 3, live_tokens, sem="relaxed")

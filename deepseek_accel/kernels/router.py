@@ -178,15 +178,15 @@ def route_kernel(
         BLOCK_K,
         SPLITS,
     )
+    tokens = token + tl.zeros([1], tl.int64)
     slot = tl.arange(0, BLOCK_K)[None, :]
     used = slot < K
     if HAS_LIVE:
         idle = token >= tl.load(live)
         weight = tl.where(idle, 0.0, weight)
         ids = tl.where(idle, -1, ids)
-        used = used & (token < tl.load(live))
+        used = used & (tokens[:, None] < tl.load(live))
     if DROP:
-        tokens = token + tl.zeros([1], tl.int64)
         weight, ids = drop_pairs(
             weight, ids, used, tokens, feeling, offset, losses, tally, K, BLOCK_K, DROP, MIN_EXPERTS, SETTLED, ALONE
         )
