@@ -128,8 +128,11 @@ def bench_generate(arguments: argparse.Namespace) -> int:
         only_stock=arguments.only_stock,
         peers=arguments.peers,
         soak=arguments.soak,
+        adaptive=tuple(arguments.adaptive.split(",")) if arguments.adaptive else (),
     )
-    with tables.progress(1 + len(options.points) * len(options.configs()) + options.peers) as step:
+    variants = len(options.configs()) + len(options.adaptive)
+    loads = 1 + bool(options.adaptive)
+    with tables.progress(loads + len(options.points) * variants + options.peers) as step:
         result = generate.run(options, step)
     result["command"] = arguments.command_line
     _write(arguments, result)
@@ -163,6 +166,46 @@ def bench_cache(arguments: argparse.Namespace) -> int:
     return _end(result["rows"], cache.exit_code(result["rows"]))
 
 
+def bench_gating(arguments: argparse.Namespace) -> int:
+    from .bench import gating, tables
+
+    if arguments.png:
+        tables.require_pyplot()
+    try:
+        targets = tuple(float(part) for part in arguments.targets.split(","))
+    except ValueError as error:
+        raise AccelError(f"targets are numbers such as 0.85,0.75; got {arguments.targets!r}") from error
+    options = gating.Options(
+        model=arguments.model,
+        targets=targets,
+        sensitivity=arguments.sensitivity,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        brute_force=arguments.brute_force,
+    )
+    with tables.progress(2 + 4 * len(targets)) as step:
+        result = gating.run(options, step)
+    result["command"] = arguments.command_line
+    _write(arguments, result, tables.write_gating_png)
+    tables.console().print(tables.gating_table(result))
+    return 0
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    from .bench import gating, tables
+
+    with tables.progress(3) as step:
+        found = gating.calibrate_directory(
+            arguments.model_dir, arguments.text, arguments.device, arguments.dtype, arguments.max_tokens, step
+        )
+    found.save(arguments.out)
+    print(f"{arguments.out}: {found!r}")
+    for target in (0.85, 0.75, 0.5):
+        kept = found.kept(found.threshold(target, "gradient", 1), "gradient", 1)
+        print(f"target {target}: mean experts by layer {', '.join(f'{value:.2f}' for value in kept.tolist())}")
+    return 0
+
+
 def bench_ops(arguments: argparse.Namespace) -> int:
     from .bench import generate, op_cases, ops, tables
 
@@ -182,14 +225,14 @@ def _is_gpu(resolve_device: Any, name: str) -> bool:
         return name.startswith("cuda")
 
 
-def _write(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+def _write(arguments: argparse.Namespace, result: dict[str, Any], draw: Any = None) -> None:
     from .bench import tables
 
     try:
         if arguments.json:
             tables.write_json(arguments.json, result)
         if getattr(arguments, "png", None):
-            tables.write_png(arguments.png, result)
+            (draw or tables.write_png)(arguments.png, result)
     except OSError as error:
         print(f"deepseek-accel: could not write: {error}", file=sys.stderr)
 
@@ -227,11 +270,22 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
     command.set_defaults(run=plan)
 
+    command = commands.add_parser("calibrate", help="measure a model's routers for AdaptiveTopK, into one file")
+    command.add_argument("model_dir", metavar="MODEL_DIR", help="a checkpoint directory, or tiny")
+    command.add_argument("out", metavar="OUT", help="the safetensors file to write")
+    command.add_argument(
+        "--text", metavar="FILE", action="append", help="text to calibrate on, again for more (default: Python source)"
+    )
+    command.add_argument("--max-tokens", type=int, default=65536, metavar="N", help="use at most N (default 65536)")
+    _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.set_defaults(run=calibrate)
+
     benches = commands.add_parser("bench", help="time whole models or single ops").add_subparsers(
         title="benches", required=True, metavar="BENCH"
     )
     _bench_generate_arguments(benches.add_parser("generate", help="whole models, stock against optimized"))
     _bench_cache_arguments(benches.add_parser("cache", help="kinds of cache at long contexts, and prefix reuse"))
+    _bench_gating_arguments(benches.add_parser("gating", help="what leaving out experts costs in perplexity"))
     command = benches.add_parser("ops", help="single ops against their references")
     command.add_argument(
         "--op", metavar="OP,...", help="latent_attention, gqa, experts, router, rms_norm (default: all)"
@@ -252,6 +306,11 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
         "--passes",
         default="all",
         help="any of attention, experts, layers, kv_cache, cuda_graphs, comma-separated (default: all)",
+    )
+    command.add_argument(
+        "--adaptive",
+        metavar="TARGET,...",
+        help="also with AdaptiveTopK at these targets, such as 0.75, or top1, top2; routers calibrated on random tokens",
     )
     command.add_argument("--ablate", action="store_true", help="also each pass alone")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
@@ -275,6 +334,17 @@ def _bench_cache_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
     command.set_defaults(run=bench_cache)
+
+
+def _bench_gating_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", default="tiny", help="tiny (default), or a checkpoint directory")
+    command.add_argument("--targets", default="0.85,0.75,0.625,0.5", metavar="T,...", help="default: %(default)s")
+    command.add_argument("--sensitivity", metavar="FILE", help="of `calibrate` (default: calibrate on Python source)")
+    _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.add_argument("--brute-force", action="store_true", help="also leave out each rank of each layer for real")
+    command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
+    command.add_argument("--png", metavar="FILE", help="draw them (needs matplotlib)")
+    command.set_defaults(run=bench_gating)
 
 
 def _place_arguments(command: argparse.ArgumentParser, dtypes: str) -> None:

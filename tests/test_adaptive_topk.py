@@ -50,7 +50,7 @@ def by_formula(weights, indices, hidden, drop, live):
         largest = max(weights[t].tolist())
         for k, (w, e) in enumerate(zip(weights[t].tolist(), indices[t].tolist(), strict=True)):
             scores[t, k] = 2 * math.log(w) + drop.offset[e].item() + (-2 * math.log(largest) if drop.relative else felt)
-        ranked = sorted(range(weights.shape[1]), key=lambda k: (-scores[t, k], k))  # noqa: B023
+        ranked = sorted(range(weights.shape[1]), key=lambda k: (-scores[t, k], k))
         safe |= {(t, k) for k in ranked[: drop.min_experts]}
     if not drop.budget:
         return {pair for pair, score in scores.items() if score >= 0} | safe

@@ -31,6 +31,7 @@ ATTENTION_KERNELS = [
 # Kernels that must be among the discovered cases, so that none silently loses its cases.
 KERNELS = [
     *ATTENTION_KERNELS,
+    ("adaptive_topk", "settle_kernel"),
     ("advance", "advance_kernel"),
     ("entry_write", "entry_write_kernel"),
     ("experts_pairs", "pair_gate_up_kernel"),

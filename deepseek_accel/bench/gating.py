@@ -244,6 +244,39 @@ def run(options: Options, step: Step = lambda text: None) -> dict[str, Any]:
     return result
 
 
+def variants(model: Any, names: Sequence[str], others: Any) -> dict[str, Any]:
+    """Configurations to time: those of `others` with AdaptiveTopK, calibrated on random tokens.
+
+    names: targets, such as "0.75", or "top1", "top2", ..., which keep so many experts of every token. Random weights
+    have no text to calibrate on; on random tokens the targets are met for random prompts.
+    Raises AccelError on another name, or if the model has no routed experts.
+    """
+    from ..config import OptimizeConfig
+
+    family = families.find(model)
+    blocks = family.moe(model)
+    if not blocks:
+        raise AccelError(f"{family.model_type} has no routed experts to leave out")
+    top_k = family.router(blocks[0][1].gate).top_k
+    chosen: dict[str, tuple[float, int]] = {}
+    for name in names:
+        try:
+            if name.startswith("top"):
+                chosen[name] = int(name[3:]) / top_k, int(name[3:])
+            else:
+                chosen[f"target {name}"] = float(name), 1
+        except ValueError as error:
+            raise AccelError(f"an adaptive variant is a target such as 0.75, or top1, top2; got {name!r}") from error
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(0, vocabulary, (4, 1, 1024), generator=generator)
+    found = calibrate_gates(model, list(ids))
+    return {
+        label: OptimizeConfig((*others.passes, AdaptiveTopK(target, sensitivity=found, min_experts=at_least)), True)
+        for label, (target, at_least) in chosen.items()
+    }
+
+
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
@@ -254,3 +287,33 @@ def _tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise AccelError(f"{name!r} has no tokenizer, and perplexity needs text") from error
+
+
+def calibrate_directory(
+    name: str, files: Sequence[str] | None, device: str, dtype: str | None, max_tokens: int, step: Step
+) -> GateSensitivity:
+    """`calibrate_gates` of a checkpoint directory, or "tiny", on text files; None: `calibration_texts`.
+
+    At most max_tokens tokens are used, from the front of every file in turn. Raises AccelError on a file that cannot
+    be read.
+    """
+    from ..gating.calibrate import MAX_TOKENS
+
+    where = resolve_device(device)
+    step(f"loading {name}")
+    model, tokenizer = load(name, where, resolve_dtype(dtype, where)).model, _tokenizer(name)
+    try:
+        texts = [Path(file).read_text("utf-8") for file in files] if files else calibration_texts()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccelError(f"cannot read the calibration text: {error}") from error
+    pieces = [torch.tensor([tokenizer(text, verbose=False).input_ids]).split(MAX_TOKENS, dim=1) for text in texts]
+    turns = max(map(len, pieces), default=0)
+    ordered = [parts[turn] for turn in range(turns) for parts in pieces if turn < len(parts)]
+    taken: list[torch.Tensor] = []
+    for piece in ordered:
+        room = max_tokens - sum(part.shape[1] for part in taken)
+        if room < 2:
+            break
+        taken.append(piece[:, :room])
+    step("calibrating")
+    return calibrate_gates(model, taken)

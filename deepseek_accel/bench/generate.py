@@ -18,12 +18,12 @@ import torch
 
 from .. import api, families
 from ..errors import AccelError
-from . import greedy, peers, soak
+from . import gating, greedy, peers, soak
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .floor import cache_of, counted_experts, expected_experts, step_bytes
 from .measure import copy_bandwidth
-from .shapes import Point, Subject, load, variants
+from .shapes import Point, Subject, chosen_config, load, variants
 
 STOCK = "stock"
 OK, WRONG, ERROR, SKIPPED = "ok", "wrong", "error", "skipped"
@@ -47,6 +47,8 @@ class Options:
     peers: bool = False
     soak: int = 0
     """How many calls of mixed batch and length to run after the points; 0 is none."""
+    adaptive: tuple[str, ...] = ()
+    """Variants of `gating.variants` besides: targets of AdaptiveTopK, or "top1", "top2"."""
 
     def __post_init__(self) -> None:
         if self.new_tokens < 2:
@@ -91,6 +93,8 @@ class Row:
     kv_bytes_per_token_and_layer: float | None = None
     experts_per_step: float | None = None
     """Distinct routed experts hit per decode step and mixture layer."""
+    experts_per_token: float | None = None
+    """Routed experts that a token kept, per mixture layer, where a pass drops some."""
     floor_ms: float | None = None
     """Bytes a decode step must read, at the device's copy bandwidth."""
     floor_ratio: float | None = None
@@ -121,6 +125,7 @@ class Times:
     rest: list[float] = field(default_factory=list)
     """Seconds from the first token to the last."""
     tokens: list[torch.Tensor] = field(default_factory=list)
+    gating: dict[str, Any] = field(default_factory=dict)
     peak_bytes: int = 0
     prefill_peak_bytes: int = 0
 
@@ -189,6 +194,9 @@ class PointRun:
             row.detail = "; ".join(reason for p in report.passes for reason in p["skipped"]) or "nothing to apply"
             return False
         row.kv_bytes_per_token_and_layer = report.cache.get("bytes_per_token_and_layer")
+        if self._is_lossy(name):
+            row.detail = "lossy: not compared with stock"
+            return True
         if self.stock is None:
             row.detail = "not checked: stock ran out of memory"
             return True
@@ -198,6 +206,10 @@ class PointRun:
         if not verdict.ok:
             row.status = WRONG
         return verdict.ok
+
+    def _is_lossy(self, name: str) -> bool:
+        config = self.configs[name]
+        return config is not None and any(p.lossy for p in config.passes)
 
     def _time(self, times: Times, repeats: int) -> None:
         model, prompt, count = self.model, self.prompt, self.options.new_tokens
@@ -211,6 +223,7 @@ class PointRun:
             torch.cuda.reset_peak_memory_stats(self.device)
         for _ in range(repeats):
             first, rest, output = greedy.timed(model, prompt, count)
+            times.gating = api.report(model).gating
             times.first.append(first)
             times.rest.append(rest)
             times.tokens.append(output[:, prompt.shape[1] :].cpu())
@@ -237,7 +250,10 @@ class PointRun:
         if self.device.type == "cuda":
             row.peak_bytes_above_weights = times.peak_bytes
             row.prefill_peak_bytes_above_weights = times.prefill_peak_bytes
+        row.experts_per_token = times.gating.get("experts_per_token")
         row.experts_per_step = self.experts
+        if read := [r for r in times.gating.get("experts_read_per_step_by_layer", ()) if r is not None]:
+            row.experts_per_step = statistics.fmean(read)
         row.first_tokens = None if self.stock is None else self.stock.tokens[:, 0].tolist()
         family = families.find(self.model)
         if self.stock is not None and row.kv_bytes_per_token_and_layer is None:
@@ -246,7 +262,9 @@ class PointRun:
             row.kv_bytes_per_token_and_layer = self.stock.cache_bytes / tokens
         context = self.point.prompt_length + count / 2
         kv_bytes = cache_of(self.configs[name]).describe(self.model, family)["bytes_per_token_and_layer"]
-        experts = expected_experts(self.model, self.point.batch) if self.experts is None else self.experts
+        experts = row.experts_per_step
+        if experts is None:
+            experts = expected_experts(self.model, self.point.batch)
         read = step_bytes(self.model, self.point.batch, context, kv_bytes, experts)
         row.floor_ms = read / copy_bandwidth(self.device) * 1e3
         row.floor_ratio = row.itl_ms / row.floor_ms
@@ -259,6 +277,8 @@ class PointRun:
         checked = self.stock.tokens.shape[1]
         if any(not torch.equal(tokens[0][:, :checked], other[:, :checked]) for other in tokens[1:]):
             return "the timed runs gave different tokens each time"
+        if self._is_lossy(name):
+            return None
         expected = self.times[STOCK].tokens[0] if STOCK in self.times and self.times[STOCK].tokens else None
         if expected is None:
             expected = self.stock.tokens
@@ -320,6 +340,9 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
             subject = load(options.model, device, dtype)
     except torch.OutOfMemoryError as error:
         return _result(device, failed_rows(options, list(configs), error))
+    if options.adaptive:
+        step("calibrating the routers on random tokens")
+        configs |= gating.variants(subject.model, options.adaptive, chosen_config(options.passes))
     rows: list[Row] = []
     for point in options.points:
         try:

@@ -116,6 +116,28 @@ def soak_line(soak: dict[str, Any]) -> str:
     )
 
 
+def gating_table(result: dict[str, Any]) -> Any:
+    """One row per rule and target."""
+    columns = ["rule", "target", "experts a token", "perplexity", "more than stock"]
+    rows = [
+        [
+            row["rule"],
+            f"{row['target']:.3g}",
+            f"{row['experts']:.2f}",
+            f"{row['perplexity']:.3f}",
+            f"{row['loss_percent']:+.2f} %",
+        ]
+        for row in result["rows"]
+    ]
+    title = f"{describe(result['environment'])}\nmodel {result['model']}, calibrated on "
+    title += f"{result['calibration_tokens']:,} tokens, scored on {result['scored_tokens']:,} others"
+    if "brute_force" in result:
+        title += (
+            f"\nleaving out one rank of one layer: r = {result['brute_force']['correlation']:.3f} with the prediction"
+        )
+    return _table(title, columns, rows)
+
+
 def cache_table(result: dict[str, Any]) -> Any:
     """One row per point and kind of cache; "to full" is a row's value divided by that of the full, plain cache."""
     columns = ["batch x context", "cache", "TTFT ms", "second", "ITL ms", "to full", "tokens/s", "held MB", "to full"]
@@ -288,5 +310,24 @@ def write_png(path: str, result: dict[str, Any]) -> None:
     axes[0].legend(frameon=False)
     what = f"{rows[0]['model']}, {rows[0]['dtype']}, {rows[0]['new_tokens']} new tokens"
     figure.suptitle(f"{what}\n{describe(result['environment'])}", fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def write_gating_png(path: str, result: dict[str, Any]) -> None:
+    """Perplexity above stock's against mean experts, a line per rule."""
+    pyplot = require_pyplot()
+    figure, axis = pyplot.subplots(figsize=(6.5, 4.5), layout="constrained")
+    rules = list(dict.fromkeys(row["rule"] for row in result["rows"] if row["rule"] != "stock"))
+    stock = next(row for row in result["rows"] if row["rule"] == "stock")
+    for rule in rules:
+        rows = [stock, *(row for row in result["rows"] if row["rule"] == rule)]
+        rows = sorted((row for row in rows if row["experts"] >= 2), key=lambda row: row["experts"])
+        axis.plot([row["experts"] for row in rows], [row["loss_percent"] for row in rows], marker="o", label=rule)
+    axis.set_xlabel("mean experts a token")
+    axis.set_ylabel("perplexity above stock, %")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    axis.set_title(f"{result['model']}, {result['scored_tokens']:,} tokens", fontsize=9)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
