@@ -193,6 +193,7 @@ def bench_gating(arguments: argparse.Namespace) -> int:
 
 def calibrate(arguments: argparse.Namespace) -> int:
     from .bench import gating, tables
+    from .gating.sensitivity import temper_of
 
     with tables.progress(3) as step:
         found = gating.calibrate_directory(
@@ -201,7 +202,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
     found.save(arguments.out)
     print(f"{arguments.out}: {found!r}")
     for target in (0.85, 0.75, 0.5):
-        kept = found.kept(found.threshold(target, "gradient", 1), "gradient", 1)
+        rule = ("gradient", 1, temper_of(target))
+        kept = found.kept(found.threshold(target, *rule), *rule)
         print(f"target {target}: mean experts by layer {', '.join(f'{value:.2f}' for value in kept.tolist())}")
     return 0
 
@@ -310,7 +312,7 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--adaptive",
         metavar="TARGET,...",
-        help="also with AdaptiveTopK at these targets, such as 0.75, or top1, top2; routers calibrated on random tokens",
+        help="also AdaptiveTopK at targets such as 0.75, or top1, top2; routers calibrated on random tokens",
     )
     command.add_argument("--ablate", action="store_true", help="also each pass alone")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")

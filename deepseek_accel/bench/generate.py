@@ -252,8 +252,8 @@ class PointRun:
             row.prefill_peak_bytes_above_weights = times.prefill_peak_bytes
         row.experts_per_token = times.gating.get("experts_per_token")
         row.experts_per_step = self.experts
-        if read := [r for r in times.gating.get("experts_read_per_step_by_layer", ()) if r is not None]:
-            row.experts_per_step = statistics.fmean(read)
+        if distinct := [n for n in times.gating.get("experts_read_per_step_by_layer", ()) if n is not None]:
+            row.experts_per_step = statistics.fmean(distinct)
         row.first_tokens = None if self.stock is None else self.stock.tokens[:, 0].tolist()
         family = families.find(self.model)
         if self.stock is not None and row.kv_bytes_per_token_and_layer is None:

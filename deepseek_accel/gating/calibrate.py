@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import families
 from ..errors import PlanError
-from .sensitivity import QUANTILES, GateSensitivity, fingerprint, routers
+from .sensitivity import SAMPLED_TOKENS, GateSensitivity, fingerprint, routers
 
 MAX_TOKENS = 1024
 """Longer texts are cut into pieces of so many tokens, which bounds what a backward pass holds."""
@@ -219,9 +219,9 @@ def _solve(layer: _Layer) -> tuple[torch.Tensor, float]:
 def _finish(
     name: str, gates: Sequence[Any], layers: Sequence[_Layer], slopes: Sequence[torch.Tensor], shifts: Sequence[float]
 ) -> GateSensitivity:
-    """The prediction's means per expert, and quantiles of what it says."""
+    """The prediction's means per expert, and some tokens to solve thresholds on."""
     parts: dict[str, list[torch.Tensor]] = {
-        key: [] for key in ("first", "second", "slope", "offset", "scores", "relative_scores")
+        key: [] for key in ("first", "second", "slope", "offset", "feeling", "logs", "fixed")
     }
     for gate, layer, slope, shift in zip(gates, layers, slopes, shifts, strict=True):
         weights, ids = torch.cat(layer.weights), torch.cat(layer.ids)
@@ -238,16 +238,11 @@ def _finish(
         offset = (mean.log() + shift - math.log(2)).float()
         parts["slope"].append(slope.cpu())
         parts["offset"].append(offset)
-        logs = weights.log()
-        score = 2 * logs + offset[ids] + (feeling - shift)[:, None]
-        parts["scores"].append(_quantiles(score))
-        parts["relative_scores"].append(_quantiles(2 * (logs - logs.amax(1, keepdim=True))))
+        # a stride, so that every part of the data counts
+        some = slice(None, None, -(-len(weights) // SAMPLED_TOKENS))
+        logs = weights[some].log()
+        parts["feeling"].append(feeling[some] - shift)
+        parts["logs"].append(logs)
+        parts["fixed"].append(2 * logs + offset[ids[some]])
     tokens = sum(len(weights) for weights in layers[0].weights)
     return GateSensitivity(name, tokens, **{key: torch.stack(values) for key, values in parts.items()})
-
-
-def _quantiles(score: torch.Tensor) -> torch.Tensor:
-    """[K, Q]: of the r-th largest of each token, r = 1 to K; at (q + 1/2) / Q."""
-    ranked = score.sort(dim=1, descending=True).values.sort(dim=0).values  # by rank, then over tokens
-    at = ((torch.arange(QUANTILES) + 0.5) / QUANTILES * len(ranked)).long()
-    return ranked[at].T.contiguous()

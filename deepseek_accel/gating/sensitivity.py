@@ -1,6 +1,6 @@
 """What calibration learns about a model's routers, as a file and as thresholds.
 
-Letters: L mixture layers, K chosen experts, E experts, D hidden, Q quantiles.
+Letters: L mixture layers, K chosen experts, E experts, D hidden, N sampled tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from ..errors import PlanError
 
-QUANTILES = 256
-_TENSORS = ("first", "second", "slope", "offset", "scores", "relative_scores")
+SAMPLED_TOKENS = 4096
+_TENSORS = ("first", "second", "slope", "offset", "feeling", "logs", "fixed")
 _FORMAT = "deepseek_accel gate sensitivity 1"
 _SAMPLES = 64
 
@@ -30,9 +30,9 @@ class GateSensitivity:
 
     first [L, K], second [L, K]: E[-w g] and 1/2 E[(w g)^2], what leaving out the expert of each rank (by weight, the
     largest first) costs to first and second order, in nats a token; g is the gradient of the loss by w.
-    slope [L, D], offset [L, E]: of the prediction. All fp32, on the CPU.
-    scores, relative_scores [L, K, Q]: quantiles, over the calibration's tokens, of the r-th largest score of a token:
-    ln of the predicted loss, and 2 ln(w / largest w).
+    slope [L, D], offset [L, E]: of the prediction.
+    feeling [L, N], logs [L, N, K], fixed [L, N, K]: slope . x, ln w and 2 ln w + offset[e] of some of the calibration's
+    tokens, from which thresholds are solved. All fp32, on the CPU.
     fingerprint: of the model it was made from. tokens: how many.
     """
 
@@ -43,14 +43,15 @@ class GateSensitivity:
         self.fingerprint, self.tokens = fingerprint, tokens
         self.first, self.second = tensors["first"], tensors["second"]
         self.slope, self.offset = tensors["slope"], tensors["offset"]
-        self.scores, self.relative_scores = tensors["scores"], tensors["relative_scores"]
+        self.feeling, self.logs, self.fixed = tensors["feeling"], tensors["logs"], tensors["fixed"]
         layers, top_k = self.first.shape if self.first.dim() == 2 else (0, 0)
-        heads: dict[str, tuple[int, ...]] = {"second": (layers, top_k), "slope": (layers,), "offset": (layers,)}
-        heads |= dict.fromkeys(("scores", "relative_scores"), (layers, top_k))
-        for name, head in heads.items():
-            shape = tuple(tensors[name].shape)
-            if shape[: len(head)] != head or len(shape) != (3 if "scores" in name else 2):
-                raise PlanError(f"{name} of a gate sensitivity has shape {shape}, first has {layers, top_k}")
+        sampled = self.feeling.shape[-1]
+        expected: dict[str, tuple[int, ...]] = {"second": (layers, top_k), "feeling": (layers, sampled)}
+        expected |= dict.fromkeys(("logs", "fixed"), (layers, sampled, top_k))
+        expected |= {"slope": (layers, self.slope.shape[-1]), "offset": (layers, self.offset.shape[-1])}
+        for name, shape in expected.items():
+            if (found := tuple(tensors[name].shape)) != shape or not layers or not sampled:
+                raise PlanError(f"{name} of a gate sensitivity has shape {found}, expected {shape}")
 
     @property
     def num_layers(self) -> int:
@@ -101,8 +102,30 @@ class GateSensitivity:
             raise PlanError(f"{os.fspath(path)!r} cannot be read: {error}") from error
         return cls(facts["fingerprint"], json.loads(facts["tokens"]), **tensors)
 
-    def threshold(self, target: float, method: str, min_experts: int) -> float:
-        """The score below which a pair is dropped, so that of the calibration's tokens `target` * K pairs are kept.
+    def rule(self, layer: int, method: str, temper: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """(slope [D], offset [E]) of a layer's scores, before the threshold.
+
+        temper: what power of a token's own factor exp(slope . x) counts. The mean over tokens stays the same.
+        """
+        if method != "gradient":
+            return torch.zeros_like(self.slope[layer]), torch.zeros_like(self.offset[layer])
+        return self.slope[layer] * temper, self.offset[layer] + self._shift(temper)[layer]
+
+    def _shift(self, temper: float) -> torch.Tensor:
+        """[L]: what makes up for a token's factor that counts less."""
+        return self.feeling.logsumexp(1) - (temper * self.feeling).logsumexp(1)
+
+    def scores(self, method: str, temper: float) -> torch.Tensor:
+        """[L, N, K]: scores of the sampled tokens, the largest of a token first."""
+        if method == "gradient":
+            token = temper * self.feeling + self._shift(temper)[:, None]
+            found = self.fixed + token[..., None]
+        else:
+            found = 2 * (self.logs - self.logs.amax(-1, keepdim=True))
+        return found.sort(dim=-1, descending=True).values
+
+    def threshold(self, target: float, method: str, min_experts: int, temper: float) -> float:
+        """The score below which a pair is dropped, so that of the sampled tokens `target` * K pairs are kept.
 
         The best `min_experts` of a token are always kept. Raises PlanError if those alone are more.
         """
@@ -111,17 +134,23 @@ class GateSensitivity:
             return float("-inf")
         dropped = (1 - target) * top_k / (top_k - min_experts)
         if dropped > 1 + 1e-9:
-            raise PlanError(
-                f"target {target} is {target * top_k:.3g} of {top_k} experts, and min_experts {min_experts}"
-            )
-        table = self.scores if method == "gradient" else self.relative_scores
-        ordered = table[:, min_experts:].flatten().sort().values
-        return float(ordered[min(round(dropped * len(ordered)), len(ordered) - 1)])
+            raise PlanError(f"target {target} is {target * top_k:.3g} of {top_k} experts; min_experts is {min_experts}")
+        ordered = self.scores(method, temper)[..., min_experts:].flatten().sort().values
+        count = round(dropped * len(ordered))
+        return float(ordered[count]) if count < len(ordered) else float("inf")
 
-    def kept(self, threshold: float, method: str, min_experts: int) -> torch.Tensor:
-        """[L]: mean experts a token keeps in each layer at a threshold, on the calibration's tokens."""
-        table = self.scores if method == "gradient" else self.relative_scores
-        return min_experts + (table[:, min_experts:] >= threshold).float().mean(-1).sum(-1)
+    def kept(self, threshold: float, method: str, min_experts: int, temper: float) -> torch.Tensor:
+        """[L]: mean experts a token keeps in each layer at a threshold, of the sampled tokens."""
+        return min_experts + (self.scores(method, temper)[..., min_experts:] >= threshold).float().sum(-1).mean(-1)
+
+
+def temper_of(target: float) -> float:
+    """How much of a token's own factor counts at a target: all of it where little is dropped.
+
+    The prediction holds for small changes. Where many experts go, tokens that it calls insensitive lose nearly all of
+    theirs in every layer, and are so no more.
+    """
+    return min(1.0, max(0.25, 2 * target - 0.5))
 
 
 def routers(model: Any, family: Any) -> list[Any]:

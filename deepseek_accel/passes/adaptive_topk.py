@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..families.base import Family
-from ..gating.sensitivity import GateSensitivity, fingerprint, is_placeholder
+from ..gating.sensitivity import GateSensitivity, fingerprint, is_placeholder, temper_of
 from ..journal import forward_slot
 from ..ops.adaptive_topk import Drop, drop_experts
 from ..ops.router import route
@@ -142,7 +142,7 @@ class AdaptiveTopK(Pass):
         if sensitivity is None:
             yield Note(f"drops weights below {1 - self.target:.3g} of a token's largest; report() says how many stay")
         else:
-            kept = sensitivity.kept(threshold, self.method, self.min_experts)
+            kept = sensitivity.kept(threshold, self.method, self.min_experts, temper_of(self.target))
             each = ", ".join(f"{value:.2f}" for value in kept.tolist())
             yield Note(f"mean experts of {top_k} on the calibration's tokens: {kept.mean():.3f}; by layer {each}")
 
@@ -152,7 +152,7 @@ class AdaptiveTopK(Pass):
             return float("-inf")
         if sensitivity is None:
             return float(2 * torch.tensor(1 - self.target, dtype=torch.float64).log())
-        return sensitivity.threshold(self.target, self.method, self.min_experts)
+        return sensitivity.threshold(self.target, self.method, self.min_experts, temper_of(self.target))
 
     def _build(
         self,
@@ -165,8 +165,8 @@ class AdaptiveTopK(Pass):
     ) -> Any:
         device, (num_experts, size) = gate.weight.device, gate.weight.shape
         slope, offset = torch.zeros(size), torch.zeros(num_experts)
-        if sensitivity is not None and self.method == "gradient":
-            slope, offset = sensitivity.slope[number], sensitivity.offset[number]
+        if sensitivity is not None:
+            slope, offset = sensitivity.rule(number, self.method, temper_of(self.target))
         drop = Drop(
             slope.to(device, copy=True),
             (offset - threshold).to(device),
