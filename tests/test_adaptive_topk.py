@@ -1,5 +1,6 @@
 """Adaptive top-k: the rule against its definition, the kernels, calibration, the pass and what it keeps."""
 
+import json
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from interpreter import interpret
 
 from deepseek_accel import (
+    AccelError,
     AdaptiveTopK,
     Attention,
     FusedExperts,
@@ -194,8 +196,8 @@ def test_gradients_are_those_of_finite_differences():
 
 def test_prediction_agrees_with_really_leaving_out(bundled, sensitivity):
     model, rows = bundled
-    predicted, measured = gating.brute_force(model, sensitivity, rows[::2][:2])
-    assert len(predicted) == 16 and min(measured) > 0
+    predicted, measured = gating.brute_force(model, sensitivity, rows[::2])
+    assert len(predicted) == 16
     assert gating.correlation(predicted, measured) >= 0.9
 
 
@@ -207,8 +209,7 @@ def test_quality_and_mean_experts(bundled, sensitivity):
     threshold = scorer.adaptive("threshold", AdaptiveTopK(0.75, "threshold", sensitivity))
     static = scorer.static(3, 4)
     assert gradient.experts == pytest.approx(3.0, abs=0.15) and threshold.experts == pytest.approx(3.0, abs=0.15)
-    assert gradient.loss_percent < min(threshold.loss_percent, static.loss_percent)
-    assert 0 < gradient.loss_percent < 2.2
+    assert 0 < gradient.loss_percent < 0.85 * min(threshold.loss_percent, static.loss_percent)
 
 
 def test_thresholds_meet_the_target_on_the_calibrated_text(bundled, sensitivity):
@@ -409,3 +410,43 @@ def test_norm_route_drops_on_a_cpu():
     plain = norm_route(*inputs, **{**rule, "drop": None})
     expected = drop_experts(*plain[1:], rule["drop"].feeling(plain[0]), rule["drop"])
     assert torch.equal(normed, plain[0]) and torch.equal(weights, expected[0]) and torch.equal(indices, expected[1])
+
+
+# The commands
+
+
+def test_calibrate_writes_a_file_and_bench_reads_it(monkeypatch, tmp_path, capsys):
+    from deepseek_accel import cli
+
+    text, out, result = tmp_path / "text.py", tmp_path / "gates.safetensors", tmp_path / "rows.json"
+    text.write_text("import os\n\n\ndef add(first, second):\n    return first + second\n" * 20)
+    words = ["--device", "cpu", "--dtype", "float32"]
+    assert cli.main(["calibrate", "tiny", str(out), "--text", str(text), "--max-tokens", "300", *words]) == 0
+    assert "of 300 tokens" in capsys.readouterr().out
+    assert GateSensitivity.load(out).tokens == 300
+    monkeypatch.setattr(models, "heldout_documents", lambda: [text.read_text() * 2])
+    words += ["--sensitivity", str(out), "--targets", "0.75", "--json", str(result)]
+    assert cli.main(["bench", "gating", *words]) == 0
+    rows = json.loads(result.read_text())["rows"]
+    rules = ["stock", "gradient", "threshold", "gradient, renormalised", "static", "static", "static"]
+    assert [row["rule"] for row in rows] == rules
+    assert rows[0]["experts"] == 4 and rows[4]["experts"] == 3 and 2 < rows[1]["experts"] < 4
+    assert cli.main(["bench", "gating", "--targets", "much"]) == 2
+    assert cli.main(["calibrate", "tiny", str(out), "--text", str(tmp_path / "none"), "--device", "cpu"]) == 2
+
+
+def test_bench_generate_times_targets(monkeypatch):
+    from deepseek_accel.bench import generate
+    from deepseek_accel.bench.shapes import Point, Subject
+
+    model = tiny_model("deepseek_v2")
+    monkeypatch.setattr(gating, "RANDOM_TOKENS", (2, 1, 32))
+    options = generate.Options("tiny", (Point(2, 5),), new_tokens=4, repeats=1, device="cpu", adaptive=("0.5", "top1"))
+    rows = generate.run(options, subject=Subject("tiny", model))["rows"]
+    assert [row["variant"] for row in rows] == ["stock", "all", "target 0.5", "top1"]
+    assert [row["status"] for row in rows] == ["ok"] * 4 and all(row["itl_ms"] > 0 for row in rows)
+    assert rows[1]["experts_per_token"] is None and rows[3]["experts_per_token"] == pytest.approx(1, abs=0.01)
+    assert 1 < rows[2]["experts_per_token"] < 3 and "lossy" in rows[2]["detail"]
+    assert rows[3]["floor_ms"] < rows[2]["floor_ms"] < rows[1]["floor_ms"]
+    with pytest.raises(AccelError, match="adaptive variant"):
+        gating.variants(model, ["best"], OptimizeConfig.lossless())

@@ -46,6 +46,9 @@ CALIBRATION_FILES = (
 )
 """Of Python's standard library: the kinds of file that the bundled held-out text is made of, and none of its files."""
 
+RANDOM_TOKENS = (4, 1, 1024)
+"""Pieces of random tokens that routers of random weights are calibrated on."""
+
 Step = Callable[[str], None]
 
 
@@ -269,7 +272,7 @@ def variants(model: Any, names: Sequence[str], others: Any) -> dict[str, Any]:
             raise AccelError(f"an adaptive variant is a target such as 0.75, or top1, top2; got {name!r}") from error
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocabulary, (4, 1, 1024), generator=generator)
+    ids = torch.randint(0, vocabulary, RANDOM_TOKENS, generator=generator)
     found = calibrate_gates(model, list(ids))
     return {
         label: OptimizeConfig((*others.passes, AdaptiveTopK(target, sensitivity=found, min_experts=at_least)), True)

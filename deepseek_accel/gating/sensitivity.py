@@ -137,7 +137,9 @@ class GateSensitivity:
             raise PlanError(f"target {target} is {target * top_k:.3g} of {top_k} experts; min_experts is {min_experts}")
         ordered = self.scores(method, temper)[..., min_experts:].flatten().sort().values
         count = round(dropped * len(ordered))
-        return float(ordered[count]) if count < len(ordered) else float("inf")
+        if not 0 < count < len(ordered):
+            return float("inf") if count else float("-inf")
+        return float((ordered[count - 1] + ordered[count]) / 2)  # between two: rounding moves neither across
 
     def kept(self, threshold: float, method: str, min_experts: int, temper: float) -> torch.Tensor:
         """[L]: mean experts a token keeps in each layer at a threshold, of the sampled tokens."""
