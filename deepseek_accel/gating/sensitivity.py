@@ -152,7 +152,7 @@ def temper_of(target: float) -> float:
     The prediction holds for small changes. Where many experts go, tokens that it calls insensitive lose nearly all of
     theirs in every layer, and are so no more.
     """
-    return min(1.0, max(0.25, 2 * target - 0.5))
+    return min(1.0, max(0.25, 2.4 * target - 0.8))
 
 
 def routers(model: Any, family: Any) -> list[Any]:
