@@ -322,8 +322,12 @@ def write_gating_png(path: str, result: dict[str, Any]) -> None:
     stock = next(row for row in result["rows"] if row["rule"] == "stock")
     for rule in rules:
         rows = [stock, *(row for row in result["rows"] if row["rule"] == rule)]
-        rows = sorted((row for row in rows if row["experts"] >= 2), key=lambda row: row["experts"])
+        rows = sorted((row for row in rows if row["experts"] > 1), key=lambda row: row["experts"])
         axis.plot([row["experts"] for row in rows], [row["loss_percent"] for row in rows], marker="o", label=rule)
+    unchanged = [
+        row["loss_percent"] for row in result["rows"] if "renormalised" not in row["rule"] and row["experts"] > 1
+    ]
+    axis.set_ylim(top=1.2 * max(unchanged))  # renormalised is off the picture soon
     axis.set_xlabel("mean experts a token")
     axis.set_ylabel("perplexity above stock, %")
     axis.spines[["top", "right"]].set_visible(False)
