@@ -1,7 +1,9 @@
 """Adaptive top-k: the rule against its definition, the kernels, calibration, the pass and what it keeps."""
 
+import copy
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -311,6 +313,8 @@ def test_paths_agree_and_undo_is_exact(small):
         facts = report(model)
         assert 1 <= facts.gating["experts_per_token"] < 3.6 and facts.counters["adaptive_topk: routers"] > 0
         assert all(0 < distinct <= 12 for distinct in facts.gating["experts_read_per_step_by_layer"])
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert torch.equal(logits(copied), results[-1]) and report(model).gating == facts.gating  # counts of its own
         restore(model)
     assert picture(model) == before and torch.equal(logits(model), expected)
     assert not torch.allclose(results[0], expected, atol=1e-3)
