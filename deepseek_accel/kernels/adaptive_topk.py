@@ -136,12 +136,12 @@ def compile_cases() -> list[tuple[Any, ...]]:
     signature = pointers | {"num_pairs": "i32", "budget": "fp32"}
     signature |= dict.fromkeys(("K", "BLOCK", "BUDGETED", "PDL"), "constexpr")
     cases = []
-    for tokens, block, warps in ((8, 64, 1), (128, 1024, 4)):
-        for budgeted in (False, True):
-            constants = {"K": 6, "BLOCK": block, "BUDGETED": budgeted, "PDL": False}
-            options = {"num_warps": warps, "num_stages": 3}
-            cases.append((f"settle-{tokens}-{budgeted}", settle_kernel, signature, constants, options))
-    constants = {"K": 6, "BLOCK": 64, "BUDGETED": True, "PDL": True}
-    options = {"num_warps": 1, "num_stages": 3, "capability": 90}
-    cases.append(("settle-pdl", settle_kernel, signature, constants, options))
+    for tokens, budgeted, pdl, only in (
+        (128, True, False, {}),
+        (8, False, True, {"capability": 90}),
+        (8, True, True, {"capability": 100}),
+    ):
+        constants = {"K": 6, "BLOCK": triton.next_power_of_2(6 * tokens), "BUDGETED": budgeted, "PDL": pdl}
+        options = {"num_warps": 4 if 6 * tokens > 128 else 1, "num_stages": 3, **only}
+        cases.append((f"settle-{tokens}-{budgeted}", settle_kernel, signature, constants, options))
     return cases

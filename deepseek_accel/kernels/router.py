@@ -519,8 +519,20 @@ def compile_cases() -> list[tuple]:
     options = {"num_warps": 1, "num_stages": 3}
     cases = [
         ("route-v2-lite", route_kernel, signature, v2_lite | whole | off | {"PDL": False}, options),
-        ("route-v2-lite-drop", route_kernel, signature, v2_lite | whole | by_feeling | {"PDL": False}, options),
-        ("route-v3-settled", route_kernel, signature, v3 | parts | settled | {"PDL": False}, options),
+        (
+            "route-v2-lite-drop",
+            route_kernel,
+            signature,
+            v2_lite | whole | by_feeling | {"PDL": False},
+            options | {"capability": 80},
+        ),
+        (
+            "route-v3-settled",
+            route_kernel,
+            signature,
+            v3 | parts | settled | {"PDL": True},
+            options | {"capability": 100},
+        ),
         ("route-v3", route_kernel, signature, v3 | whole | off | {"PDL": False}, options),
         ("route-v3-pdl", route_kernel, signature, v3 | parts | off | {"PDL": True}, options | {"capability": 90}),
     ]
@@ -539,7 +551,10 @@ def compile_cases() -> list[tuple]:
     ):
         block_e, block_t, num_warps = norm_route_tiles(size, rule["E"], num_tokens)
         fixed = {"D": size, "BLOCK_D": triton.next_power_of_2(size), "BLOCK_E": block_e, "BLOCK_T": block_t}
-        for pdl, only in ((False, {}), (True, {"capability": 90}), (True, {"capability": 100})):
+        chips: Any = ((False, {}), (True, {"capability": 90}), (True, {"capability": 100}))
+        if drop is not off:
+            chips = ((False, {"capability": 80}), (True, {"capability": 90}))
+        for pdl, only in chips:
             constants = {**rule, **fixed, "HAS_LIVE": True, **drop, "PDL": pdl}
             signature = dict(zip(names, kinds, strict=True)) | {"gate_weight": gate} | scalars
             signature |= dict.fromkeys(constants, "constexpr")
