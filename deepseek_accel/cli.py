@@ -312,7 +312,7 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--adaptive",
         metavar="TARGET,...",
-        help="also AdaptiveTopK at targets such as 0.75, or top1, top2; routers calibrated on random tokens",
+        help="also AdaptiveTopK: 0.75, with a batch budget 0.75@8, or top1; routers calibrated on random tokens",
     )
     command.add_argument("--ablate", action="store_true", help="also each pass alone")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")

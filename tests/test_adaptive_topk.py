@@ -444,10 +444,12 @@ def test_bench_generate_times_targets(monkeypatch):
 
     model = tiny_model("deepseek_v2")
     monkeypatch.setattr(gating, "RANDOM_TOKENS", (2, 1, 32))
-    options = generate.Options("tiny", (Point(2, 5),), new_tokens=4, repeats=1, device="cpu", adaptive=("0.5", "top1"))
+    options = generate.Options(
+        "tiny", (Point(2, 5),), new_tokens=4, repeats=1, device="cpu", adaptive=("0.5", "top1", "0.5@3")
+    )
     rows = generate.run(options, subject=Subject("tiny", model))["rows"]
-    assert [row["variant"] for row in rows] == ["stock", "all", "target 0.5", "top1"]
-    assert [row["status"] for row in rows] == ["ok"] * 4 and all(row["itl_ms"] > 0 for row in rows)
+    assert [row["variant"] for row in rows] == ["stock", "all", "target 0.5", "top1", "target 0.5@3"]
+    assert [row["status"] for row in rows] == ["ok"] * 5 and all(row["itl_ms"] > 0 for row in rows)
     assert rows[1]["experts_per_token"] is None and rows[3]["experts_per_token"] == pytest.approx(1, abs=0.01)
     assert 1 < rows[2]["experts_per_token"] < 3 and "lossy" in rows[2]["detail"]
     assert rows[3]["floor_ms"] < rows[2]["floor_ms"] < rows[1]["floor_ms"]

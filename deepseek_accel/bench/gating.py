@@ -250,8 +250,9 @@ def run(options: Options, step: Step = lambda text: None) -> dict[str, Any]:
 def variants(model: Any, names: Sequence[str], others: Any) -> dict[str, Any]:
     """Configurations to time: those of `others` with AdaptiveTopK, calibrated on random tokens.
 
-    names: targets, such as "0.75", or "top1", "top2", ..., which keep so many experts of every token. Random weights
-    have no text to calibrate on; on random tokens the targets are met for random prompts.
+    names: targets, such as "0.75", or "0.75@8" with batch_budget 8, or "top1", "top2", ..., which keep so many experts
+    of every token. Random weights have no text to calibrate on; on random tokens the targets are met for random
+    prompts.
     Raises AccelError on another name, or if the model has no routed experts.
     """
     from ..config import OptimizeConfig
@@ -261,23 +262,25 @@ def variants(model: Any, names: Sequence[str], others: Any) -> dict[str, Any]:
     if not blocks:
         raise AccelError(f"{family.model_type} has no routed experts to leave out")
     top_k = family.router(blocks[0][1].gate).top_k
-    chosen: dict[str, tuple[float, int]] = {}
+    chosen: dict[str, tuple[float, int, float | None]] = {}
     for name in names:
         try:
             if name.startswith("top"):
-                chosen[name] = int(name[3:]) / top_k, int(name[3:])
+                chosen[name] = int(name[3:]) / top_k, int(name[3:]), None
             else:
-                chosen[f"target {name}"] = float(name), 1
+                target, _, budget = name.partition("@")
+                chosen[f"target {name}"] = float(target), 1, float(budget) if budget else None
         except ValueError as error:
             raise AccelError(f"an adaptive variant is a target such as 0.75, or top1, top2; got {name!r}") from error
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, RANDOM_TOKENS, generator=generator)
     found = calibrate_gates(model, list(ids))
-    return {
-        label: OptimizeConfig((*others.passes, AdaptiveTopK(target, sensitivity=found, min_experts=at_least)), True)
-        for label, (target, at_least) in chosen.items()
-    }
+    result = {}
+    for label, (fraction, at_least, price) in chosen.items():
+        config = AdaptiveTopK(fraction, sensitivity=found, min_experts=at_least, batch_budget=price)
+        result[label] = OptimizeConfig((*others.passes, config), allow_skips=True)
+    return result
 
 
 def _tokenizer(name: str) -> Any:
