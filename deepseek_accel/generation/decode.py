@@ -392,6 +392,8 @@ class _Sampling:
         """(all token ids, how many steps stand)."""
         batch = logits.shape[0]
         graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
+        if self._is_long(input_ids.shape[1] + 1):
+            graphs = None  # the one token is chosen without a step
         if graphs is None or (reason := why_no_graph(graphs, batch, logits.device)) is not None:
             if graphs is not None:
                 count(self.loop.counters, f"cuda_graphs: eager loop ({reason})")
@@ -497,14 +499,15 @@ class _Sampling:
 
     def _is_full(self, length: int) -> bool:
         """Whether the host alone knows that this is the end."""
-        from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+        from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-        for criterion in self.criteria:
-            if type(criterion) is MaxLengthCriteria and length >= criterion.max_length:
-                return True
-            if type(criterion) is MaxTimeCriteria and bool(criterion(torch.empty(1, 0), None)):
-                return True
-        return False
+        timed = (criterion for criterion in self.criteria if type(criterion) is MaxTimeCriteria)
+        return self._is_long(length) or any(bool(criterion(torch.empty(1, 0), None)) for criterion in timed)
+
+    def _is_long(self, length: int) -> bool:
+        from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+        return any(type(each) is MaxLengthCriteria and length >= each.max_length for each in self.criteria)
 
     def _eos(self) -> list[int]:
         if self._eos_tokens is None:

@@ -187,7 +187,7 @@ class StepGraphs:
         if self._last_use is not None:
             torch.cuda.current_stream(device).wait_event(self._last_use)
         layout = getattr(stepper.attention.config, "rope_interleave", None)
-        identity = (device, stepper.model.identity(), layout, cache.page_size, cache.fp8)
+        identity = (device, stepper.identity, layout, cache.page_size, cache.fp8)
         if identity != self._identity:
             self._drop()
             self._identity = identity

@@ -7,6 +7,7 @@ the experts; down, weighted sum and residual.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,11 @@ class Stepper:
 
     def __init__(self, model: Model, family: Family, attention: Any) -> None:
         self.model, self.family, self.attention = model, family, attention
+
+    @functools.cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """See `Model.identity`."""
+        return self.model.identity()
 
     @property
     def num_heads(self) -> tuple[int, int]:
