@@ -6,6 +6,8 @@ two 3-D tensors and the forward of the whole model are DeepSeek-V2's. Ours are r
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils.output_capturing import OutputRecorder
 
 from ...errors import CheckpointError
+from . import checkpoint
 from .configuration_deepseek import DeepseekConfig
 
 
@@ -113,20 +116,34 @@ class DeepseekPreTrainedModel(PreTrainedModel):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, but CheckpointError where tensors are missing or do not fit.
 
-        transformers would draw the missing ones at random and say so in a table on the terminal only.
+        A local directory is checked before anything is loaded. transformers by itself would draw missing tensors at
+        random and say so on the terminal only.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        missing = sorted(info["missing_keys"])
-        if missing:
-            some = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        _check_directory(cls, pretrained_model_name_or_path, kwargs)
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        if missing := sorted(info["missing_keys"]):
             raise CheckpointError(
-                f"the checkpoint lacks tensors for {len(missing)} of {cls.__name__}'s parameters: {some}. "
-                "Check that every *.safetensors file of it is there and that config.json is its own."
+                f"{str(pretrained_model_name_or_path)!r} has no tensors for {len(missing)} parameters of "
+                f"{cls.__name__}, such as {missing[0]}. Is every file of the checkpoint there?"
             )
-        return (model, info) if output_loading_info else model
+        return (model, info) if wants_info else model
+
+
+def _check_directory(cls: Any, directory: Any, options: dict[str, Any]) -> None:
+    """Check a checkpoint in the layout as published; options under which it is read otherwise are left alone."""
+    other_layout = ("state_dict", "gguf_file", "variant", "quantization_config", "key_mapping", "subfolder")
+    if directory is None or not Path(directory).is_dir() or any(options.get(name) for name in other_layout):
+        return
+    config = options.get("config")
+    if not isinstance(config, DeepseekConfig):
+        config = DeepseekConfig.from_pretrained(directory if config is None else config)
+    if getattr(config, "quantization_config", None) is None and not options.get("ignore_mismatched_sizes"):
+        with torch.device("meta"):
+            checkpoint.check(Path(directory), cls(copy.deepcopy(config)))
 
 
 class DeepseekModel(DeepseekPreTrainedModel, DeepseekV2Model):
