@@ -62,7 +62,7 @@ def _yarn(mscale: float) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek": _DENSE | _EXPERTS | dict(num_key_value_heads=4, n_shared_experts=2),
+    "deepseek": _DENSE | _EXPERTS | dict(num_key_value_heads=4, n_shared_experts=2, moe_intermediate_size=48),
     "deepseek_v2": _MOE | dict(q_lora_rank=None, topk_method="group_limited_greedy", rope_parameters=_yarn(0.707)),
     "deepseek_v3": _MOE | dict(q_lora_rank=48, norm_topk_prob=True, rope_parameters=_yarn(1.0)),
     "deepseek_v32": _MOE

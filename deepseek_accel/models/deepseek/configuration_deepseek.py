@@ -77,7 +77,7 @@ class DeepseekConfig(PreTrainedConfig):
         """Raise ValueError on numbers that do not fit together. transformers calls it on every new config."""
         if self.num_attention_heads % (self.num_key_value_heads or self.num_attention_heads):
             raise ValueError(
-                f"{self.num_attention_heads} heads cannot share {self.num_key_value_heads} key-value heads"
+                f"{self.num_key_value_heads} key-value heads do not divide {self.num_attention_heads} heads"
             )
         if self.scoring_func != "softmax":
             raise ValueError(f"scoring_func must be 'softmax', as in arXiv 2401.06066, not {self.scoring_func!r}")

@@ -51,9 +51,9 @@ def _register_config(auto: Any) -> None:
 
 
 def _register_tokenizer(auto: Any) -> None:
-    # The published tokenizer_config.json says LlamaTokenizerFast, which from transformers 5 on builds Llama's
-    # pre-tokenizer instead of reading the file's. transformers lists V2 and V3 for the same reason.
-    auto.TOKENIZER_MAPPING_NAMES.setdefault(MODEL_TYPE, auto.TOKENIZER_MAPPING_NAMES["deepseek_v2"])
+    # The published tokenizer_config.json says LlamaTokenizerFast. Early releases of transformers 5 then split text as
+    # Llama does, whatever tokenizer.json says; later ones know byte-level files. This entry means: as the file says.
+    auto.TOKENIZER_MAPPING_NAMES.setdefault(MODEL_TYPE, "TokenizersBackend")
 
 
 def _once_imported(name: str, then: Callable[[Any], None]) -> None:

@@ -1,0 +1,376 @@
+"""DeepSeek-MoE-16B: our class against the formulas of arXiv 2401.06066 in float64, and the published checkpoints."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from deepseek_accel import CheckpointError, models, optimize, plan, report
+from deepseek_accel.bench import shapes
+from deepseek_accel.models.deepseek.registration import register
+from deepseek_accel.testing import relative_error, tiny_model
+
+# The fields of the published config.json, made small; all sizes differ.
+CONFIG = {
+    "architectures": ["DeepseekForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekConfig",
+        "AutoModel": "modeling_deepseek.DeepseekModel",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
+    },
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 160,
+    "max_position_embeddings": 512,
+    "model_type": "deepseek",
+    "moe_intermediate_size": 24,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 96,
+}
+VARIANTS = {
+    "published": {},
+    "normalised": {"norm_topk_prob": True},
+    "every second layer, no shared experts": {"moe_layer_freq": 2, "n_shared_experts": None, "num_hidden_layers": 4},
+    "one of all": {"num_experts_per_tok": 1, "first_k_dense_replace": 0},
+}
+IDS = torch.randint(2, 96, (2, 13), generator=torch.Generator().manual_seed(0))
+
+
+def tensors(config):
+    """Name -> tensor as published: no two-dimensional tensor holds more than one expert. bf16 with std 0.1."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape, mean=0.0):
+        return (torch.randn(shape, generator=generator) * 0.1 + mean).bfloat16()
+
+    d, out = config["hidden_size"], {}
+
+    def mlp(name, width):
+        out.update({f"{name}.{p}_proj.weight": draw(width, d) for p in ("gate", "up")})
+        out[f"{name}.down_proj.weight"] = draw(d, width)
+
+    out["model.embed_tokens.weight"], out["lm_head.weight"] = draw(config["vocab_size"], d), draw(96, d)
+    out["model.norm.weight"] = draw(d, mean=1.0)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        out.update({f"{layer}.self_attn.{p}_proj.weight": draw(d, d) for p in "qkvo"})
+        out[f"{layer}.input_layernorm.weight"] = draw(d, mean=1.0)
+        out[f"{layer}.post_attention_layernorm.weight"] = draw(d, mean=1.0)
+        if i < config["first_k_dense_replace"] or i % config["moe_layer_freq"]:
+            mlp(f"{layer}.mlp", config["intermediate_size"])
+            continue
+        out[f"{layer}.mlp.gate.weight"] = draw(config["n_routed_experts"], d)
+        for e in range(config["n_routed_experts"]):
+            mlp(f"{layer}.mlp.experts.{e}", config["moe_intermediate_size"])
+        if config["n_shared_experts"]:
+            mlp(f"{layer}.mlp.shared_experts", config["moe_intermediate_size"] * config["n_shared_experts"])
+    return out
+
+
+def publish(directory, config=CONFIG):
+    """A checkpoint directory as published, in three files with an index. Returns its tensors."""
+    directory.mkdir()
+    out = tensors(config)
+    (directory / "config.json").write_text(json.dumps(config))
+    names, where = sorted(out), {}
+    for shard in range(3):
+        file = f"model-{shard + 1:05d}-of-00003.safetensors"
+        save_file({n: out[n] for n in names[shard::3]}, directory / file, {"format": "pt"})
+        where |= dict.fromkeys(names[shard::3], file)
+    size = sum(t.nbytes for t in out.values())
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return out
+
+
+def reference(weights, config, ids):
+    """Logits [B, S, V] from the formulas, in float64 and without a class: every token and expert by itself."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    heads, d = config["num_attention_heads"], config["hidden_size"]
+    size, length = d // heads, ids.shape[1]
+
+    def norm(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+
+    def ffn(x, name):
+        gate, up = w[f"{name}.gate_proj.weight"] @ x, w[f"{name}.up_proj.weight"] @ x
+        return w[f"{name}.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
+
+    def rotate(x):  # [S, size]: the pair (j, j + size / 2) turns by position / theta^(2 j / size)
+        half = size // 2
+        steps = config["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) * 2 / size)
+        angle = torch.arange(length, dtype=torch.float64)[:, None] * steps
+        first, second = x[:, :half], x[:, half:]
+        turned = first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()
+        return torch.cat(turned, -1)
+
+    def attend(x, name):  # [S, D]
+        q, k, v = (x @ w[f"{name}.{p}_proj.weight"].T for p in "qkv")
+        out = []
+        for h in range(heads):
+            part = slice(h * size, (h + 1) * size)
+            scores = rotate(q[:, part]) @ rotate(k[:, part]).T / math.sqrt(size)
+            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+            out.append(scores.softmax(-1) @ v[:, part])
+        return torch.cat(out, -1) @ w[f"{name}.o_proj.weight"].T
+
+    def moe(u, name):  # one token [D]; equations 9 to 11, without the residual
+        s = (w[f"{name}.gate.weight"] @ u).softmax(-1)
+        chosen = sorted(range(len(s)), key=lambda e: -s[e].item())[: config["num_experts_per_tok"]]
+        total = sum(s[e] for e in chosen) if config["norm_topk_prob"] else 1.0
+        routed = sum(s[e] / total * ffn(u, f"{name}.experts.{e}") for e in chosen)
+        return routed + ffn(u, f"{name}.shared_experts") if config["n_shared_experts"] else routed
+
+    logits = []
+    for row in ids:
+        x = w["model.embed_tokens.weight"][row]
+        for i in range(config["num_hidden_layers"]):
+            layer = f"model.layers.{i}"
+            x = x + attend(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
+            block = moe if f"{layer}.mlp.gate.weight" in w else ffn
+            normed = norm(x, f"{layer}.post_attention_layernorm")
+            x = x + torch.stack([block(token, f"{layer}.mlp") for token in normed])
+        logits.append(norm(x, "model.norm") @ w["lm_head.weight"].T)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_greedy_tokens_are_those_of_the_formulas(name, tmp_path):
+    config = CONFIG | VARIANTS[name]
+    weights = publish(tmp_path / "stored", config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype=torch.float32).eval()
+    expected = reference(weights, config, IDS)
+    with torch.no_grad():
+        assert relative_error(model(IDS).logits, expected) < 1e-5
+    steps, ids = 4, IDS
+    for _ in range(steps):
+        ids = torch.cat([ids, reference(weights, config, ids)[:, -1:].argmax(-1)], -1)
+    options = dict(max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert model.generate(IDS, **options).tolist() == ids.tolist()
+    optimize(model)
+    assert model.generate(IDS, **options).tolist() == ids.tolist()
+    with torch.no_grad():
+        assert relative_error(model(IDS).logits, expected) < 1e-5
+    assert report(model).counters["experts: fused"] > 0
+
+
+def test_gradients_are_those_of_the_formulas(tmp_path):
+    """Of every tensor of the checkpoint, the router's and idle experts' included, before and after `optimize`."""
+    weights = {n: t.double().requires_grad_() for n, t in publish(tmp_path / "stored").items()}
+    labels = IDS[:, 1:].reshape(-1)
+    loss = torch.nn.functional.cross_entropy(reference(weights, CONFIG, IDS)[:, :-1].reshape(-1, 96), labels)
+    loss.backward()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype=torch.float32).train()
+    for change in (lambda m: m, optimize):
+        change(model).zero_grad()
+        ours = model(IDS, labels=IDS).loss
+        ours.backward()
+        assert ours.item() == pytest.approx(loss.item(), rel=1e-6)
+        for name, parameter in model.named_parameters():
+            if ".experts." not in name:
+                assert relative_error(parameter.grad, weights[name].grad) < 1e-4, name
+                continue
+            block, _, part = name.rpartition(".")
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            expected = torch.stack([
+                torch.cat([_grad(weights[f"{block}.{e}.{p}.weight"]) for p in parts]) for e in range(12)
+            ])  # fmt: skip
+            assert relative_error(parameter.grad, expected) < 1e-4, name
+
+
+def _grad(tensor):
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def test_a_checkpoint_is_saved_as_it_was_published(tmp_path):
+    """Names, dtypes and bytes, also of the gate, which transformers' V2 would widen to fp32; config.json's fields."""
+    weights = publish(tmp_path / "stored")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype="auto", output_loading_info=True)
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert {t.dtype for t in model.state_dict().values()} == {torch.bfloat16}
+    optimize(model).save_pretrained(tmp_path / "again", max_shard_size="200KB")
+    files = list((tmp_path / "again").glob("*.safetensors"))
+    saved = {n: t for file in files for n, t in load_file(file).items()}
+    assert len(files) > 1 and saved.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert saved[name].dtype == tensor.dtype and torch.equal(saved[name], tensor), name
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    kept = CONFIG.keys() - {"torch_dtype", "rope_scaling", "rope_theta"}  # transformers 5 writes dtype, rope_parameters
+    assert {name: config[name] for name in kept} == {name: CONFIG[name] for name in kept}
+    assert config["rope_parameters"]["rope_theta"] == 10000
+
+
+def test_decoder_alone_and_stacked_experts(tmp_path):
+    """The decoder without a head from the whole, and its own checkpoint; and experts saved as they are in memory."""
+    publish(tmp_path / "stored")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "stored")
+    decoder = AutoModel.from_pretrained(tmp_path / "stored")
+    decoder.save_pretrained(tmp_path / "decoder")
+    whole.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    again = AutoModel.from_pretrained(tmp_path / "decoder")
+    stacked = AutoModelForCausalLM.from_pretrained(tmp_path / "stacked")
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor) and torch.equal(stacked.model.state_dict()[name], tensor)
+    assert plan(decoder).steps["attention"].status == plan(decoder).steps["experts"].status == "applied"
+    fewer = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", num_hidden_layers=2)
+    assert len(fewer.model.layers) == 2
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def _edit(directory, name, change):
+    """Rewrite the file that holds a tensor."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    file = directory / index["weight_map"][name]
+    stored = load_file(file)
+    change(stored)
+    save_file(stored, file, {"format": "pt"})
+
+
+def _configure(directory, **fields):
+    (directory / "config.json").write_text(json.dumps(CONFIG | fields))
+
+
+SHARD = "model-00002-of-00003.safetensors"
+BAD = {
+    "an expert is missing": (
+        lambda d: _edit(d, EXPERT, lambda t: t.pop(EXPERT)),
+        r"lacks 1 of \d+ tensors: layers.1.mlp.experts.3.up_proj.weight",
+    ),
+    "a norm is missing": (
+        lambda d: _edit(d, "model.norm.weight", lambda t: t.pop("model.norm.weight")),
+        r"lacks 1 of \d+ tensors: norm.weight",
+    ),
+    "another size": (
+        lambda d: _edit(d, EXPERT, lambda t: t.update({EXPERT: t[EXPERT][:5].clone()})),
+        r"experts.3.up_proj.weight is \[5, 64\], and config.json asks for \[24, 64\]",
+    ),
+    "another config": (lambda d: _configure(d, n_routed_experts=13), r"lacks 6 of \d+ tensors.*experts.12"),
+    "experts beyond": (lambda d: _configure(d, n_routed_experts=11), "holds experts that config.json does not have"),
+    "a file is missing": (lambda d: (d / SHARD).unlink(), f"lacks {SHARD}"),
+    "a file is cut": (
+        lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:9000]),
+        f"{SHARD}' cannot be read",
+    ),
+    "no index": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "is not an index"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_checkpoints_are_refused_before_they_are_loaded(name, tmp_path):
+    publish(tmp_path / "stored")
+    change, message = BAD[name]
+    change(tmp_path / "stored")
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "stored")
+
+
+def test_tensors_missing_elsewhere_are_refused_too():
+    """What the look at the directory cannot see: a state dict by hand."""
+    model = tiny_model("deepseek")
+    state = {n: t for n, t in model.state_dict().items() if n != "model.layers.1.mlp.gate.weight"}
+    with pytest.raises(
+        CheckpointError, match=r"1 parameters of DeepseekForCausalLM, such as model\.layers\.1\.mlp\.gate"
+    ):
+        type(model).from_pretrained(None, config=model.config, state_dict=state)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scoring_func": "sigmoid"}, "scoring_func must be 'softmax'"),
+        ({"num_experts_per_tok": 13}, "between 1 and n_routed_experts=12, not 13"),
+        ({"num_experts_per_tok": None}, "between 1 and n_routed_experts=12"),
+        ({"num_key_value_heads": 3}, "3 key-value heads do not divide 4 heads"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq must be at least 1"),
+    ],
+)
+def test_bad_configs(fields, message):
+    with pytest.raises(Exception, match=message):
+        AutoConfig.for_model(**CONFIG | fields)
+
+
+RUN = """
+import sys
+{first}
+import deepseek_accel
+assert {light}
+from transformers import AutoConfig, AutoModelForCausalLM
+AutoConfig.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(type(model).__module__, type(model).__name__, model.config.n_routed_experts)
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import transformers.models.auto.modeling_auto"], ids=["after", "before"])
+def test_known_to_transformers_whichever_is_imported_first(first, tmp_path):
+    publish(tmp_path / "stored")
+    light = "'transformers' not in sys.modules" if not first else "True"
+    code = RUN.format(first=first, light=light)
+    run = subprocess.run([sys.executable, "-c", code, tmp_path / "stored"], capture_output=True, text=True)
+    assert run.stdout.split() == ["deepseek_accel.models.deepseek.modeling_deepseek", "DeepseekForCausalLM", "12"], (
+        run.stderr
+    )
+
+
+def test_registering_again_changes_nothing():
+    before = len(sys.meta_path), AutoConfig.for_model("deepseek").__class__
+    register()
+    assert (len(sys.meta_path), AutoConfig.for_model("deepseek").__class__) == before
+
+
+def test_the_tokenizer_is_read_as_stored(tmp_path):
+    """The published tokenizer_config.json names Llama's class, which would split byte-level text in its own way."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    stored = models.path()
+    (tmp_path / "tokenizer.json").write_bytes((stored / "tokenizer.json").read_bytes())
+    fields = json.loads((stored / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    text = "def main(x):\n    return x  + 12345  # h\u00e9llo"
+    ids = AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
+    assert ids == AutoTokenizer.from_pretrained(stored)(text).input_ids
+
+
+def test_the_published_shape():
+    """16.4 billion parameters, 2.8 billion of them used for a token, as the paper says."""
+    config = AutoConfig.for_model(**shapes.SHAPES["deepseek-moe-16b"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    count = sum(p.numel() for p in model.parameters())
+    idle = 27 * (64 - 6) * 3 * 2048 * 1408
+    assert round(count / 1e9, 1) == 16.4 and round((count - idle) / 1e9, 1) == 2.8
+    default = AutoConfig.for_model("deepseek")
+    with torch.device("meta"):
+        same = AutoModelForCausalLM.from_config(default)
+    pairs = itertools.zip_longest(model.named_parameters(), same.named_parameters())
+    assert all(a == b and x.shape == y.shape for (a, x), (b, y) in pairs)
