@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -13,49 +14,22 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from deepseek_accel import CheckpointError, models, optimize, plan, report
 from deepseek_accel.bench import shapes
-from deepseek_accel.models.deepseek.registration import register
+from deepseek_accel.models.deepseek import registration
+from deepseek_accel.ops.choice import triton_missing
 from deepseek_accel.testing import relative_error, tiny_model
 
 # The fields of the published config.json, made small; all sizes differ.
-CONFIG = {
-    "architectures": ["DeepseekForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {
-        "AutoConfig": "configuration_deepseek.DeepseekConfig",
-        "AutoModel": "modeling_deepseek.DeepseekModel",
-        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
-    },
-    "aux_loss_alpha": 0.001,
-    "bos_token_id": 1,
-    "eos_token_id": 0,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "initializer_range": 0.02,
-    "intermediate_size": 160,
-    "max_position_embeddings": 512,
-    "model_type": "deepseek",
-    "moe_intermediate_size": 24,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 12,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 3,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 10000,
-    "scoring_func": "softmax",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "vocab_size": 96,
-}
+CONFIG = json.loads("""{
+"architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "torch_dtype": "bfloat16", "auto_map": {
+  "AutoConfig": "configuration_deepseek.DeepseekConfig", "AutoModel": "modeling_deepseek.DeepseekModel",
+  "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM"},
+"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "hidden_act": "silu",
+"num_attention_heads": 4, "num_key_value_heads": 4, "attention_bias": false, "attention_dropout": 0.0,
+"max_position_embeddings": 512, "rope_theta": 10000, "rope_scaling": null, "rms_norm_eps": 1e-06,
+"moe_intermediate_size": 24, "n_routed_experts": 12, "n_shared_experts": 2, "num_experts_per_tok": 3,
+"first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": false, "scoring_func": "softmax",
+"aux_loss_alpha": 0.001, "seq_aux": true, "bos_token_id": 1, "eos_token_id": 0, "initializer_range": 0.02,
+"pretraining_tp": 1, "tie_word_embeddings": false, "use_cache": true}""")
 VARIANTS = {
     "published": {},
     "normalised": {"norm_topk_prob": True},
@@ -214,6 +188,7 @@ def _grad(tensor):
 def test_a_checkpoint_is_saved_as_it_was_published(tmp_path):
     """Names, dtypes and bytes, also of the gate, which transformers' V2 would widen to fp32; config.json's fields."""
     weights = publish(tmp_path / "stored")
+    assert shapes.local_config(str(tmp_path / "stored")).model_type == "deepseek"  # its auto_map is not followed
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype="auto", output_loading_info=True)
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert {t.dtype for t in model.state_dict().values()} == {torch.bfloat16}
@@ -299,9 +274,8 @@ def test_tensors_missing_elsewhere_are_refused_too():
     """What the look at the directory cannot see: a state dict by hand."""
     model = tiny_model("deepseek")
     state = {n: t for n, t in model.state_dict().items() if n != "model.layers.1.mlp.gate.weight"}
-    with pytest.raises(
-        CheckpointError, match=r"1 parameters of DeepseekForCausalLM, such as model\.layers\.1\.mlp\.gate"
-    ):
+    message = r"1 parameters of DeepseekForCausalLM, such as model\.layers\.1\.mlp\.gate\.weight"
+    with pytest.raises(CheckpointError, match=message):
         type(model).from_pretrained(None, config=model.config, state_dict=state)
 
 
@@ -343,9 +317,29 @@ def test_known_to_transformers_whichever_is_imported_first(first, tmp_path):
     )
 
 
+def test_an_import_that_failed_is_waited_for_again(tmp_path, monkeypatch):
+    """A notebook's interrupted `import transformers`, and then again."""
+    (tmp_path / "late_module.py").write_text("import late_state\nif late_state.broken: raise KeyboardInterrupt")
+    (tmp_path / "late_state.py").write_text("broken = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    import late_state
+
+    seen = []
+    registration.once_imported("late_module", seen.append)
+    with pytest.raises(KeyboardInterrupt):
+        import late_module
+    assert not seen
+    late_state.broken = False
+    import late_module
+
+    assert seen == [late_module]
+    registration.once_imported("late_module", seen.append)
+    assert seen == [late_module] * 2
+
+
 def test_registering_again_changes_nothing():
     before = len(sys.meta_path), AutoConfig.for_model("deepseek").__class__
-    register()
+    registration.register()
     assert (len(sys.meta_path), AutoConfig.for_model("deepseek").__class__) == before
 
 
@@ -374,3 +368,36 @@ def test_the_published_shape():
         same = AutoModelForCausalLM.from_config(default)
     pairs = itertools.zip_longest(model.named_parameters(), same.named_parameters())
     assert all(a == b and x.shape == y.shape for (a, x), (b, y) in pairs)
+
+
+STEP = """
+import sys, torch, deepseek_accel
+import deepseek_accel.generation.decode, deepseek_accel.ops.experts, deepseek_accel.ops.gqa_attention
+for module in [m for name, m in sys.modules.items() if name.startswith("deepseek_accel.")]:
+    for name, value in (("uses_triton", lambda device: True), ("why_not_triton", lambda device: None)):
+        if hasattr(module, name):
+            setattr(module, name, value)
+from deepseek_accel.testing import relative_error, tiny_model
+small = dict(num_hidden_layers=1, first_k_dense_replace=0, n_routed_experts=4, num_experts_per_tok=2, vocab_size=32)
+model = tiny_model("deepseek", **small)
+options = dict(max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True)
+ids = torch.tensor([[5, 9, 2, 7]])
+expected = model.generate(ids, **options)
+deepseek_accel.optimize(model, {"attention": {}, "experts": {}, "layers": {}, "kv_cache": {"page_size": 16}})
+ours = model.generate(ids, **options)
+assert torch.equal(ours.sequences, expected.sequences)
+assert max(relative_error(a, b) for a, b in zip(ours.logits, expected.logits)) < 1e-5
+counters = deepseek_accel.report(model).counters
+assert counters["attention: paged"] and counters["experts: fused"] and counters["layers: fused step"], counters
+assert not [name for name in counters if "stock loop" in name], counters
+print("ok")
+"""
+
+
+def test_a_step_of_grouped_query_attention_and_experts_in_kernels():
+    """The one pairing that no other family has: a mixture in the straight line behind grouped-query attention."""
+    if reason := triton_missing():
+        pytest.skip(reason)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", STEP], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.stdout == "ok\n", run.stderr[-3000:]

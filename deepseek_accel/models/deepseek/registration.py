@@ -19,8 +19,8 @@ MODEL_TYPE = "deepseek"
 
 def register() -> None:
     """Make the config and the tokenizer known, now or when transformers is ready. Calling it twice changes nothing."""
-    _once_imported("transformers.models.auto.configuration_auto", _register_config)
-    _once_imported("transformers.models.auto.tokenization_auto", _register_tokenizer)
+    once_imported("transformers.models.auto.configuration_auto", _register_config)
+    once_imported("transformers.models.auto.tokenization_auto", _register_tokenizer)
 
 
 def register_models() -> None:
@@ -56,7 +56,7 @@ def _register_tokenizer(auto: Any) -> None:
     auto.TOKENIZER_MAPPING_NAMES.setdefault(MODEL_TYPE, "TokenizersBackend")
 
 
-def _once_imported(name: str, then: Callable[[Any], None]) -> None:
+def once_imported(name: str, then: Callable[[Any], None]) -> None:
     """Call `then` with a module as soon as it is imported."""
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
@@ -85,5 +85,9 @@ class _Watch:
 
 
 def _execute(execute: Callable[[ModuleType], None], then: Callable[[Any], None], module: ModuleType) -> None:
-    execute(module)
+    try:
+        execute(module)
+    except BaseException:
+        once_imported(module.__name__, then)  # an interrupted import may be tried again
+        raise
     then(module)
