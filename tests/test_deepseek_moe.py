@@ -1,6 +1,6 @@
 """DeepSeek-MoE-16B: our class against the formulas of arXiv 2401.06066 in float64, and the published checkpoints."""
 
-import itertools
+import importlib
 import json
 import math
 import os
@@ -145,10 +145,10 @@ def test_logits_and_greedy_tokens_are_those_of_the_formulas(name, tmp_path):
     expected = reference(weights, config, IDS)
     with torch.no_grad():
         assert relative_error(model(IDS).logits, expected) < 1e-5
-    steps, ids = 4, IDS
-    for _ in range(steps):
+    ids = IDS
+    for _ in range(4):
         ids = torch.cat([ids, reference(weights, config, ids)[:, -1:].argmax(-1)], -1)
-    options = dict(max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = dict(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert model.generate(IDS, **options).tolist() == ids.tolist()
     optimize(model)
     assert model.generate(IDS, **options).tolist() == ids.tolist()
@@ -253,10 +253,7 @@ BAD = {
     "another config": (lambda d: _configure(d, n_routed_experts=13), r"lacks 6 of \d+ tensors.*experts.12"),
     "experts beyond": (lambda d: _configure(d, n_routed_experts=11), "holds experts that config.json does not have"),
     "a file is missing": (lambda d: (d / SHARD).unlink(), f"lacks {SHARD}"),
-    "a file is cut": (
-        lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:9000]),
-        f"{SHARD}' cannot be read",
-    ),
+    "a file is cut": (lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:9000]), f"{SHARD}' cannot be read"),
     "no index": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "is not an index"),
 }
 
@@ -310,11 +307,10 @@ print(type(model).__module__, type(model).__name__, model.config.n_routed_expert
 def test_known_to_transformers_whichever_is_imported_first(first, tmp_path):
     publish(tmp_path / "stored")
     light = "'transformers' not in sys.modules" if not first else "True"
-    code = RUN.format(first=first, light=light)
-    run = subprocess.run([sys.executable, "-c", code, tmp_path / "stored"], capture_output=True, text=True)
-    assert run.stdout.split() == ["deepseek_accel.models.deepseek.modeling_deepseek", "DeepseekForCausalLM", "12"], (
-        run.stderr
-    )
+    command = [sys.executable, "-c", RUN.format(first=first, light=light), tmp_path / "stored"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    expected = ["deepseek_accel.models.deepseek.modeling_deepseek", "DeepseekForCausalLM", "12"]
+    assert run.stdout.split() == expected, run.stderr
 
 
 def test_an_import_that_failed_is_waited_for_again(tmp_path, monkeypatch):
@@ -327,11 +323,10 @@ def test_an_import_that_failed_is_waited_for_again(tmp_path, monkeypatch):
     seen = []
     registration.once_imported("late_module", seen.append)
     with pytest.raises(KeyboardInterrupt):
-        import late_module
+        importlib.import_module("late_module")
     assert not seen
     late_state.broken = False
-    import late_module
-
+    late_module = importlib.import_module("late_module")
     assert seen == [late_module]
     registration.once_imported("late_module", seen.append)
     assert seen == [late_module] * 2
@@ -366,8 +361,8 @@ def test_the_published_shape():
     default = AutoConfig.for_model("deepseek")
     with torch.device("meta"):
         same = AutoModelForCausalLM.from_config(default)
-    pairs = itertools.zip_longest(model.named_parameters(), same.named_parameters())
-    assert all(a == b and x.shape == y.shape for (a, x), (b, y) in pairs)
+    shapes_of = lambda m: {name: p.shape for name, p in m.named_parameters()}  # noqa: E731
+    assert shapes_of(model) == shapes_of(same)
 
 
 STEP = """
