@@ -109,6 +109,10 @@ class DeepseekPreTrainedModel(PreTrainedModel):
         "router_logits": OutputRecorder(DeepseekRouter, index=0),
     }
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for a decorator in this file; it is on the experts' base class
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
