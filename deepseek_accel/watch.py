@@ -12,6 +12,9 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from .journal import forward_slot
 
+# Where the classes come from whose forward we know: transformers, torch, and the models of this package.
+NATIVE = ("transformers.", "torch.nn.", f"{__package__}.models.")
+
 
 def needs_gradients(module: nn.Module, *inputs: torch.Tensor) -> bool:
     """Whether autograd will want this call's gradients, for which our kernels have no backward."""
@@ -27,10 +30,10 @@ def count(counters: Counter[str], what: str) -> None:
 
 
 def why_foreign(module: Any) -> str | None:
-    """Why this module's forward is not the one of transformers, so that we must not stand in for it, or None."""
-    if not type(module).__module__.startswith(("transformers.", "torch.nn.")):
+    """Why this module's forward is not the one of transformers or of our models, so that it must run, or None."""
+    if not type(module).__module__.startswith(NATIVE):
         return f"its class {type(module).__module__}.{type(module).__name__} is not of transformers"
-    if not type(module).forward.__module__.startswith(("transformers.", "torch.nn.")):
+    if not type(module).forward.__module__.startswith(NATIVE):
         return f"the forward of its class was replaced by {type(module).forward.__module__}"
     forward = vars(module).get(forward_slot(module))
     if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:

@@ -51,7 +51,7 @@ error = max(relative_error(a, b) for a, b in zip(ours.logits, expected.logits))
 assert error < 1e-5, error
 assert torch.equal(model.generate(ids[:1], max_new_tokens=3, num_beams=2, do_sample=False), beams)
 counters = report(model).counters
-assert counters["attention: " + ("absorbed" if family.startswith("deepseek") else "paged")] > 0
+assert counters["attention: " + ("absorbed" if family.startswith("deepseek_v") else "paged")] > 0
 assert not [name for name in counters if "stock loop" in name and "beam" not in name], counters
 
 # The step of a CUDA graph, run as ops: rows of another bucket, positions, slots and pages found on the device.

@@ -13,7 +13,7 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from fixtures import FAST, assert_generates_as, assert_same, count, feed, feed_once, greedy, tokens
+from fixtures import FAST, MLA, assert_generates_as, assert_same, count, feed, feed_once, greedy, tokens
 
 from deepseek_accel import optimize, report, restore
 from deepseek_accel.cache import paged_cache
@@ -162,7 +162,7 @@ def test_V03_torch_hooks(model_type, hooked_first):
         handle.remove()
     plain = tiny_model(model_type)
     assert_same(feed(model, IDS, 9), feed(plain, IDS, 9))
-    if model_type.startswith("deepseek"):
+    if model_type in MLA:
         assert count(model, "attention: absorbed") > 0
 
 

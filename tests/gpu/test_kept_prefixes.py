@@ -20,7 +20,7 @@ if reason := why_not_triton(torch.device("cuda", torch.cuda.current_device())):
     pytest.skip(reason, allow_module_level=True)
 
 CACHE = cache_argument()
-MODELS = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+MODELS = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 PAGE = 16
 two_attentions = pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
 
