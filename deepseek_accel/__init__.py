@@ -12,12 +12,16 @@ from .errors import (
 )
 from .gating.calibrate import calibrate_gates
 from .gating.sensitivity import GateSensitivity
+from .models.deepseek import register
 from .passes.adaptive_topk import AdaptiveTopK
 from .passes.attention import Attention
 from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
+
+register()
+del register
 
 __version__ = "0.1.0"
 

@@ -272,7 +272,7 @@ def test_calibration_refuses():
 IDS = torch.randint(2, 128, (3, 9), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["deepseek", "deepseek_v2", "deepseek_v3"])
 def small(request):
     model = tiny_model(request.param)
     return model, calibrate_gates(model, [IDS[:1], IDS[1:2]])

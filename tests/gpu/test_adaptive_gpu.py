@@ -89,7 +89,7 @@ IDS = torch.randint(2, 128, (3, 17), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["deepseek", "deepseek_v2", "deepseek_v3"])
 def test_whole_models(family, dtype):
     """Target 1 gives the bits of the pass not applied, in graphs too; below, graphs give the loop's tokens."""
     from deepseek_accel import Attention, CUDAGraphs, FusedExperts, FusedLayers, KVCache
