@@ -116,7 +116,8 @@ def test_whole_models(family, dtype):
             config = AdaptiveTopK(0.6, sensitivity=found, batch_budget=budget)
             loop, _ = generate(config, rows=rows)
             graphs, facts = generate(config, CUDAGraphs(), rows=rows)
-            if dtype == torch.float32:
+            # a budget depends on who shares a step: the graph of a prompt runs its last layer for all tokens
+            if dtype == torch.float32 and (budget is None or rows > 1):
                 assert torch.equal(graphs, loop)
             assert 1 <= facts.gating["experts_per_token"] < 4 or budget
             assert all(0 < value <= 4 * rows for value in facts.gating["experts_read_per_step_by_layer"])
