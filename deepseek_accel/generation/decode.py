@@ -30,6 +30,8 @@ AHEAD = 64
 """Tokens per row for which pages are taken at once."""
 
 
+EVICTING_PIECE = 4096
+"""Prompt tokens between which a cache that evicts makes room: it holds its budget and this many at most."""
 BUILD_TOKENS = 8192
 """The largest prompt that kernels are built with; larger ones use the same."""
 
@@ -221,7 +223,8 @@ def _why_not_cache(cache: Any, line: Model) -> str | None:
         return "the cache holds entries of another shape"
     if any((layer.device, layer.dtype) != (line.device, line.dtype) for layer, _ in held):
         return "the cache is elsewhere or of another dtype"
-    if len({layer.length for layer in cache.layers}) > 1 or len({id(layer.pool) for layer, _ in held}) > 1:
+    pools = {id(layer.pool) for layer, _ in held}
+    if len({layer.length for layer in cache.layers}) > 1 or (cache.policy is None and len(pools) > 1):
         return "the layers of the cache were changed one by one"
     return None
 
@@ -318,6 +321,8 @@ class _Sampling:
         self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
     ) -> torch.Tensor:
         graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
+        if cache.policy is not None:
+            return self._prefill_in_pieces(input_ids, cache, starts, positions)
         single = len(input_ids) == 1 and starts is None and cache.get_seq_length() == 0
         count = input_ids.shape[1]
         if graphs is None or not single or size_class(count) is None or why_no_graph(graphs, 1, input_ids.device):
@@ -327,6 +332,23 @@ class _Sampling:
             return prefill(self.stepper, input_ids, cache, starts, positions, graph=graph)
         finally:
             graphs.release(self.stepper.model.device)
+
+    def _prefill_in_pieces(
+        self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Of a cache that evicts: after each piece the layers forget what is beyond their budgets."""
+        was_empty = cache.get_seq_length() == 0
+        try:
+            for begin in range(0, input_ids.shape[1], EVICTING_PIECE):
+                piece = slice(begin, begin + EVICTING_PIECE)
+                place = None if positions is None else positions[..., piece]
+                logits = prefill(self.stepper, input_ids[:, piece], cache, starts, place)
+                cache.settle()
+        except BaseException:
+            if was_empty:
+                cache.reset()
+            raise
+        return logits
 
     def _fill(self, cache: Any, input_ids: torch.Tensor) -> None:
         """Add the tokens input_ids [B, S], none of them padding, to `cache`."""
@@ -343,7 +365,7 @@ class _Sampling:
         """
         past, (batch, count) = cache.get_seq_length(), input_ids.shape
         size = (past > 0, batch > 1, (batch * count).bit_length(), starts is not None, cache.fp8)
-        if why_not_triton(input_ids.device) is not None or size in self.loop.built:
+        if why_not_triton(input_ids.device) is not None or size in self.loop.built or cache.policy is not None:
             return
         most = max(1, BUILD_TOKENS // batch)
         with prebuild(input_ids.device):
@@ -374,7 +396,8 @@ class _Sampling:
         """(all token ids, how many steps stand)."""
         batch = logits.shape[0]
         graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
-        if graphs is None or (reason := why_no_graph(graphs, batch, logits.device)) is not None:
+        reason = "the cache evicts" if cache.policy is not None else None
+        if graphs is None or (reason := reason or why_no_graph(graphs, batch, logits.device)) is not None:
             if graphs is not None:
                 count(self.loop.counters, f"cuda_graphs: eager loop ({reason})")
             return self._loop(input_ids, logits, _EagerSteps(self.stepper, cache, positions, starts))

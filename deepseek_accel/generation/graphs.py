@@ -91,6 +91,13 @@ class _Pages(NamedTuple):
     address: torch.Tensor
     fp8: str | None
 
+    @property
+    def watches(self) -> bool:
+        return False
+
+    def watch(self, query: torch.Tensor, keys: torch.Tensor, scale: float, causal: bool, mask: Any) -> None:
+        raise NotImplementedError("a graph's own kernels watch")
+
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("a graph reads pages in place")
 

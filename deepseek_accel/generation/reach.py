@@ -28,6 +28,13 @@ class Held(Protocol):
     def fp8(self) -> str | None:
         """ "e4m3" or "e5m2" if the storage holds FP8 entries (`ops/fp8.py`)."""
 
+    @property
+    def watches(self) -> bool:
+        """Whether the cache wants to know what queries attend to; then there is `watch`, see `cache.evicting`."""
+
+    def watch(self, query: torch.Tensor, keys: torch.Tensor, scale: float, causal: bool, mask: Any) -> None:
+        """query [B, S, H, D], keys [B, G, T, D]."""
+
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (latents and rotary keys) [B, heads, T, size]."""
 
@@ -71,6 +78,9 @@ def attend_latents(
     """Absorbed attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over cached latents: [B, S, H, V]."""
     if not uses_triton(q_latent.device) or q_latent.dtype == torch.float64:
         latent, k_rope = held.gather()
+        if held.watches:
+            query, keys = torch.cat((q_latent, q_rope), -1), torch.cat((latent, k_rope), -1)
+            held.watch(query, keys, scale, reach.causal, reach.mask)
         out = dense_latent_attention(q_latent, q_rope, latent, k_rope, scale, reach.mask, reach.causal)
         return project_values(out, w_uv)
     return projected_attention(
@@ -97,6 +107,8 @@ def attend_grouped(
     """Grouped-query attention of query [B, S, H, D] over cached keys and values: [B, S, H, value_dim]."""
     if not uses_triton(query.device) or query.dtype == torch.float64:
         keys, values = held.gather()
+        if held.watches:
+            held.watch(query, keys, scale, reach.causal, reach.mask)
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys,

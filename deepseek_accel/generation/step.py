@@ -132,7 +132,7 @@ class Stepper:
         place = None
         for layer, held in zip(self.model.layers, cache.layers, strict=True):
             pages, slots = held.append(batch, 1)
-            if place is None:
+            if place is None or pages.is_alone:
                 place = Place((batch, 1), rotation, slots, self._reach(pages, starts))
             x = layer_step(layer, x, pages, place)
         return head_step(self.model, x)
@@ -141,5 +141,5 @@ class Stepper:
         mask = None
         if starts is not None:
             first = torch.tensor(starts, device=self.model.device)
-            mask = (torch.arange(pages.length, device=first.device) >= first[:, None])[:, None, None]
+            mask = (pages.positions(first.device) >= first[:, None])[:, None, None]
         return Reach.of_pages(pages, 1, mask)

@@ -1,0 +1,81 @@
+"""What a few queries attend to, key by key: what eviction scores tokens by.
+
+Letters: B rows, S queries, H query heads, G key heads, D key dim, T keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .mla_attention import compute_dtype
+
+SCORES_BYTES = 1 << 28
+"""Scores held at a time, in bytes, of as many heads as fit (one at least)."""
+
+# (B, S, H, G, D, T, causal, mask); what only that case can catch
+CASES = [
+    (1, 1, 4, 1, 16, 7, True, False),  # one query
+    (2, 5, 4, 2, 16, 5, True, False),  # as many queries as keys, grouped heads
+    (2, 3, 6, 3, 8, 40, True, False),  # the last queries of many keys
+    (2, 3, 4, 1, 8, 40, False, True),  # a mask, with a query that sees nothing
+]
+
+
+@torch.no_grad()
+def key_mass(
+    query: Tensor, keys: Tensor, scale: float, *, causal: bool = True, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(mass, entropy), both [B, S, T] fp32: means over heads of p and of -p log p (nats), p the softmax of attention.
+
+    query [B, S, H, D], the row's last S tokens if `causal`; keys [B, G, T, D]; head h reads key head h // (H / G).
+    mask [B, 1, S, T], bool or added to scores. A query that sees no key gives zeros.
+    """
+    batch, num_queries, heads, _ = query.shape
+    num_kv_heads, num_keys = keys.shape[1:3]
+    dtype = compute_dtype(query)
+    hidden, bias = None, None
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
+        bias = None if mask.dtype == torch.bool else mask
+    if causal and num_queries > 1:
+        last = torch.arange(num_queries, device=keys.device) + (num_keys - num_queries)
+        later = torch.arange(num_keys, device=keys.device) > last[:, None]
+        hidden = later if hidden is None else hidden | later
+    mass = torch.zeros(batch, num_queries, num_keys, dtype=torch.float32, device=keys.device)
+    entropy = torch.zeros_like(mass)
+    together = max(1, SCORES_BYTES // max(1, 4 * batch * num_queries * num_keys))
+    group = heads // num_kv_heads
+    for head in range(num_kv_heads):
+        key = keys[:, head, None].to(dtype)
+        for begin in range(head * group, (head + 1) * group, together):
+            own = query[:, :, begin : min(begin + together, (head + 1) * group)].to(dtype).transpose(1, 2)
+            scores = own @ key.transpose(2, 3) * scale
+            if bias is not None:
+                scores = scores + bias
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, float("-inf"))
+            weights = scores.softmax(-1).nan_to_num(nan=0.0)  # 0 / 0 where nothing is seen
+            mass += weights.sum(1)
+            entropy += torch.special.entr(weights).sum(1)
+    return mass / heads, entropy / heads
+
+
+def case_inputs(case: Any, dtype: torch.dtype, device: Any = "cpu") -> dict[str, Any]:
+    """Keyword arguments of `key_mass` for a case."""
+    batch, queries, heads, groups, dim, length, causal, masked = case
+    generator = torch.Generator().manual_seed(length)
+    mask = None
+    if masked:
+        mask = torch.rand(batch, 1, queries, length, generator=generator) < 0.5
+        mask[0, 0, 1] = False
+        mask = mask.to(device)
+    return {
+        "query": torch.randn(batch, queries, heads, dim, generator=generator).to(dtype).to(device),
+        "keys": torch.randn(batch, groups, length, dim, generator=generator).to(dtype).to(device),
+        "scale": dim**-0.5,
+        "causal": causal,
+        "mask": mask,
+    }
