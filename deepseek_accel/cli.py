@@ -163,6 +163,34 @@ def bench_cache(arguments: argparse.Namespace) -> int:
     return _end(result["rows"], cache.exit_code(result["rows"]))
 
 
+def bench_quality(arguments: argparse.Namespace) -> int:
+    from .bench import quality, tables
+
+    if arguments.png:
+        tables.require_pyplot()
+    options = quality.Options(
+        budgets=_percentages(arguments.budgets),
+        policies=tuple(arguments.policies.split(",")),
+        contexts=arguments.contexts,
+        questions=arguments.questions,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
+    with tables.progress(1 + len(list(quality.variants(options)))) as step:
+        result = quality.run(options, step)
+    result["command"] = arguments.command_line
+    _write(arguments, result)
+    tables.console().print(tables.quality_table(result))
+    return _end(result["rows"], quality.exit_code(result["rows"]))
+
+
+def _percentages(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise AccelError(f"budgets are whole percentages, comma-separated, such as 75,50,25; got {text!r}") from error
+
+
 def bench_ops(arguments: argparse.Namespace) -> int:
     from .bench import generate, op_cases, ops, tables
 
@@ -232,6 +260,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _bench_generate_arguments(benches.add_parser("generate", help="whole models, stock against optimized"))
     _bench_cache_arguments(benches.add_parser("cache", help="kinds of cache at long contexts, and prefix reuse"))
+    _bench_quality_arguments(benches.add_parser("quality", help="what caches that evict cost in quality"))
     command = benches.add_parser("ops", help="single ops against their references")
     command.add_argument(
         "--op", metavar="OP,...", help="latent_attention, gqa, experts, router, rms_norm (default: all)"
@@ -275,6 +304,19 @@ def _bench_cache_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
     command.set_defaults(run=bench_cache)
+
+
+def _bench_quality_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--budgets", default="100,75,50,25", metavar="PERCENT,...", help="(default: 100,75,50,25)")
+    command.add_argument(
+        "--policies", default="window,top_attention,entropy", metavar="NAME,...", help="(default: all)"
+    )
+    command.add_argument("--contexts", type=int, default=20, metavar="N", help="of 2,048 tokens (default 20)")
+    command.add_argument("--questions", type=int, default=32, metavar="N", help="at most; 0 asks none (default 32)")
+    _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
+    command.add_argument("--png", metavar="FILE", help="draw quality against bytes (needs matplotlib)")
+    command.set_defaults(run=bench_quality)
 
 
 def _place_arguments(command: argparse.ArgumentParser, dtypes: str) -> None:

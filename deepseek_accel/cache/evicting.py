@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..errors import PlanError
 from ..ops.key_mass import key_mass
 from .eviction import Policy
 from .kept import OBSERVED, Kept
@@ -35,11 +36,13 @@ class KeptPages(Pages):
     def positions(self, device: torch.device) -> torch.Tensor:
         return self.kept.positions[:, : self.length]
 
-    def narrow(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def narrow(self, mask: Any) -> Any:
         """A mask [B, 1, S, tokens seen] or [B, tokens seen] over the tokens that are held.
 
         The first mask of a sequence says where its padding ends.
         """
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise PlanError(f"a cache that evicts needs masks that are tensors, got {type(mask).__name__}; use sdpa")
         if mask is not None and self.fresh is not None:
             self.kept.first = self.pool.first_visible(mask if mask.dim() == 4 else mask.bool()[:, None, None])
         if mask is None or (mask.shape[-1] == self.length == self.kept.seen and self.kept.in_order):

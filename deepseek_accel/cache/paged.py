@@ -60,8 +60,15 @@ class Pages:
         """[T] or [B, T]: where in its sequence each token held stands, counted from the first one still held."""
         return torch.arange(self.length, device=device)
 
+    def narrow(self, mask: Any) -> Any:
+        """The stock mask over the tokens that are held: all that it is over."""
+        return mask
+
     def watch(self, *arguments: Any) -> None:
         """Nothing: all tokens stay."""
+
+    def settle(self, count: int) -> None:
+        """After attention of a call of `count` tokens. Nothing: all tokens stay."""
 
     @property
     def address(self) -> None:

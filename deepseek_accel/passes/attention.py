@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..errors import PlanError
 from ..families.base import Family
 from ..generation.lines import absorbed_weights
 from ..generation.reach import Reach
@@ -92,13 +91,9 @@ def attention_interface(
     seam: Seam = module._accel_attention
     scale = module.scaling if scaling is None else scaling
     attend = attend_latents if seam.kind == "mla" else attend_grouped
-    if not hasattr(key, "kept"):
+    if not hasattr(key, "pool"):
         return attend(module, seam, query, key, value, attention_mask, scale, dropout, kwargs)
-    # some tokens are forgotten: the mask of the rest, and forgetting more once these queries have looked
-    if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
-        raise PlanError(f"a cache that evicts does not work with the masks of {seam.stock_implementation}")
-    mask = key.narrow(attention_mask)
-    result = attend(module, seam, query, key, value, mask, scale, dropout, kwargs)
+    result = attend(module, seam, query, key, value, key.narrow(attention_mask), scale, dropout, kwargs)
     key.settle(query.shape[2])
     return result
 
