@@ -151,7 +151,8 @@ class Question:
 def questions(tokenizer: Any) -> list[Question]:
     """Names of the held-out text, of several tokens, last seen FAR to CONTEXT tokens before, in CONTEXT tokens."""
     ids: list[int] = []
-    found, last = [], {}
+    found: list[tuple[int, int, int]] = []
+    last: dict[str, int] = {}
     for text in heldout_documents():
         encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         token_at = {at: i for i, (begin, end) in enumerate(encoded.offsets) for at in range(begin, end)}

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import PlanError
-from ..ops.key_mass import key_mass
-from .eviction import Policy
+from ..ops.key_mass import KeyScores, key_mass
+from .eviction import DECAY, Policy
 from .kept import OBSERVED, Kept
 from .paged import PagedCache, PagedLayer, Pages, Place, Pools, Reader
 
@@ -57,6 +57,9 @@ class KeptPages(Pages):
     @property
     def watches(self) -> bool:  # type: ignore[override]
         return self.kept.policy.scores is not None
+
+    def key_scores(self) -> KeyScores:
+        return KeyScores(self.kept.scores, DECAY, self.kept.policy.scores == "entropy")
 
     def settle(self, count: int) -> None:
         """After attention of a call of `count` tokens: the last layer makes all of them forget."""
@@ -118,6 +121,12 @@ class Eviction:
                 self._divide(None)
         for kept in self.layers:
             kept.shrink()
+
+    def budgets(self) -> list[int]:
+        self.settle(coming=1)
+        if any(kept.budget is None for kept in self.layers):
+            self._divide(None)
+        return [kept.budget or 0 for kept in self.layers]
 
     def _divide(self, profiles: torch.Tensor | None) -> None:
         pool = self.layers[0].pool
@@ -234,6 +243,22 @@ class EvictingCache(PagedCache):
     def settle(self) -> None:
         """Forget what is beyond the budgets now, and not at the next call."""
         self._eviction.settle()
+
+    @property
+    def kept(self) -> list[Kept]:
+        """What each layer holds."""
+        return self._eviction.layers
+
+    def budgets(self) -> list[int]:
+        """Tokens each layer may hold per row. If that was not decided yet, it is now."""
+        return self._eviction.budgets()
+
+    def reserve(self, stop: int, ahead: int = 0) -> int:
+        """Pages for the tokens before `stop` and `ahead` more, as far as budgets let them come on top of others."""
+        for kept, budget in zip(self.kept, self.budgets(), strict=True):
+            assert kept.pool is not None
+            kept.pool.extend(0, max(kept.held, min(budget, kept.held + stop + ahead - kept.seen)))
+        return stop + ahead
 
     def begin_padding(self, starts: torch.Tensor) -> None:
         """The first starts [B] int32 tokens of each row are padding. For a cache that holds nothing, once opened."""

@@ -163,11 +163,12 @@ def divide_by_reach(profiles: torch.Tensor, budget: int, page_size: int, least: 
     nearest first. The sum over layers is at most budget x layers. A layer gets `least` tokens at any rate.
 
     Mass is made to fall with distance first: a bin counts as much as the largest one behind it, since a page can only
-    be reached by holding those before it. Then the largest bins of all layers are taken together.
+    be reached by holding those before it. Then the largest bins of all layers are taken together. If there is room for
+    all bins, or for no more than `least` in each layer, every layer gets the same.
     """
     num_layers, bins = profiles.shape
     total, floor = num_layers * budget // page_size, -(-least // page_size)
-    if total <= num_layers * floor or bins <= floor:
+    if total <= num_layers * floor or total >= num_layers * bins or bins <= floor:
         return [budget] * num_layers
     falling = profiles.double().flip(-1).cummax(-1).values.flip(-1)
     falling[:, :floor] = torch.inf

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..ops.victim import survivors, victim
+from ..ops.claim import survivors, victim
 from .eviction import DECAY, Policy, reach_profile
 from .pages import PagePool
 
@@ -81,6 +81,17 @@ class Kept:
             scores.scatter_(1, index[:, None], 0.0)
         self.seen, self.in_order = self.seen + 1, False
         return self._slots(index[:, None])
+
+    def follow(self, steps: int, positions: torch.Tensor, scores: torch.Tensor) -> None:
+        """`append` or `replace` has happened `steps` times elsewhere, which left positions and scores [B, more]."""
+        assert self.budget is not None
+        held = max(self.held, min(self.budget, self.held + steps))
+        with torch.inference_mode(False), torch.no_grad():
+            self._room(held)
+            self.positions[:, :held] = positions[:, :held]
+            self.scores[:, :held] = scores[:, :held]
+        self.in_order = self.in_order and self.held + steps <= held
+        self.held, self.seen = held, self.seen + steps
 
     def shrink(self) -> None:
         """Forget what is beyond the budget, and give its pages back."""

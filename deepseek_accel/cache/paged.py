@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .. import families
 from ..errors import CacheFullError, PlanError, UnsupportedModelError
+from ..ops.key_mass import KeyScores
 from ..versions import crop_takes_length
 from .entries import Entries, check_dtype
 from .eviction import Policy, to_policy
@@ -66,6 +67,9 @@ class Pages:
 
     def watch(self, *arguments: Any) -> None:
         """Nothing: all tokens stay."""
+
+    def key_scores(self) -> KeyScores:
+        raise NotImplementedError("all tokens stay: nothing is scored")
 
     def settle(self, count: int) -> None:
         """After attention of a call of `count` tokens. Nothing: all tokens stay."""

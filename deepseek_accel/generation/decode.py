@@ -396,15 +396,16 @@ class _Sampling:
         """(all token ids, how many steps stand)."""
         batch = logits.shape[0]
         graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
-        reason = "the cache evicts" if cache.policy is not None else None
+        reason = "padded rows in a cache that evicts" if cache.policy is not None and starts is not None else None
         if graphs is None or (reason := reason or why_no_graph(graphs, batch, logits.device)) is not None:
             if graphs is not None:
                 count(self.loop.counters, f"cuda_graphs: eager loop ({reason})")
             return self._loop(input_ids, logits, _EagerSteps(self.stepper, cache, positions, starts))
+        run = None
         try:
             simple = self._ends_simply() and not self._keeps_scores()
             choice = choice_of(self.processors, self._samples()) if simple else None
-            eager, run = _EagerSteps(self.stepper, cache, positions, starts), None
+            eager = _EagerSteps(self.stepper, cache, positions, starts)
             try:
                 run = graphs.run(self.stepper, batch, cache, starts or [0] * batch, choice)
             except torch.OutOfMemoryError:
@@ -416,6 +417,8 @@ class _Sampling:
             steps = _GraphSteps(run, eager, eos, self._pad(), self._samples(), self.loop.counters)
             return self._loop(input_ids, logits, steps)
         finally:
+            if run is not None:
+                run.finish()
             graphs.release(self.stepper.model.device)
 
     def _loop(self, input_ids: torch.Tensor, logits: torch.Tensor, steps: Any) -> tuple[torch.Tensor, int]:

@@ -28,20 +28,23 @@ from deepseek_accel.kernels.combine import (
     output_like,
     padded,
     parts_like,
+    raw_scores,
     softmax_step,
     storage_pointer,
     store_rows,
+    store_scores,
 )
 from deepseek_accel.kernels.combine_project import combine_project_launch
 from deepseek_accel.kernels.entry_layout import EntryLayout, latent_layout
+from deepseek_accel.kernels.key_mass import key_mass_launch
 
 
 @triton.jit(
-    do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride"],
+    do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride", "raw_stride"],
     do_not_specialize_on_alignment=["address"],
 )
 def mla_attention_kernel(
-    q_latent, q_rope, storage, address, block_table, lengths, starts, mask, out, lse,
+    q_latent, q_rope, storage, address, block_table, lengths, starts, mask, out, lse, raw, raw_stride,
     scale_log2, mask_floor, num_queries, max_length, least_blocks, table_stride,
     latent_stride_b, latent_stride_s, latent_stride_h, rope_stride_b, rope_stride_s, rope_stride_h,
     mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
@@ -134,6 +137,8 @@ def mla_attention_kernel(
             scores * scale_log2, keys, present, limits, mask, mask_offsets, mask_stride_t, mask_floor, max_length, live,
             MASK_IS_BOOL,
         )  # fmt: skip
+        if raw is not None:
+            store_scores(scores, raw, part_rows, raw_stride, keys, present, live)
         weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum)
         if FP8:
             weights *= fp8_numbers.lifted(key_scale, FP8)[None, :]
@@ -166,8 +171,9 @@ def plan(
     options: LaunchOptions | None = None,
     pdl: bool | None = None,
     fp8: str | None = None,
+    watch: Any = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
-    """The output (not yet written) and the launches that write it.
+    """The output (not yet written) and the launches that write it. watch: `ops.key_mass.KeyScores`, for one query.
 
     With w_uv [H, V, C] the output is [B, S, H, V], projected as it is merged. least: instead of `least_blocks`.
     """
@@ -189,7 +195,8 @@ def plan(
     if num_splits is None:
         max_blocks = triton.cdiv(max_length, options.block_keys)
         num_splits = choose_splits(row_blocks * batch, max_blocks, num_processors(storage.device))
-    split = num_splits > 1 or w_uv is not None
+    split = num_splits > 1 or w_uv is not None or watch is not None
+    raw = raw_scores(q_latent, watch)
     out = (
         output_like(q_latent, latent_rank)
         if w_uv is None
@@ -206,6 +213,8 @@ def plan(
         "starts": starts,
         "out": parts,
         "lse": lse,
+        "raw": raw,
+        "raw_stride": 0 if raw is None else raw.shape[1],
         "scale_log2": scale * LOG2_E,
         "num_queries": num_queries,
         "max_length": max_length,
@@ -240,6 +249,8 @@ def plan(
     }
     grid = (row_blocks, batch, num_splits)
     launches = [Launch(mla_attention_kernel, grid, arguments, options.num_warps, options.num_stages)]
+    if raw is not None:
+        launches.append(key_mass_launch(arguments, raw, watch, heads, heads))
     if w_uv is not None:
         launches.append(combine_project_launch(arguments, w_uv, out))
     elif split:

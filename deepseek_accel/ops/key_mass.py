@@ -5,12 +5,10 @@ Letters: B rows, S queries, H query heads, G key heads, D key dim, T keys.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from .mla_attention import compute_dtype
 
 SCORES_BYTES = 1 << 28
 """Scores held at a time, in bytes, of as many heads as fit (one at least)."""
@@ -24,6 +22,20 @@ CASES = [
 ]
 
 
+class KeyScores(NamedTuple):
+    """Where a decoding step of one query per row leaves what it attended to; taken by the attention ops, on GPUs.
+
+    A key's score becomes score x decay + the mean over heads of p, or of -p log p (`entropy`), as `key_mass` has them.
+    """
+
+    scores: Tensor
+    """[B, R] fp32, of unit last stride; R is at least every length."""
+    decay: float
+    entropy: bool = False
+    live: Tensor | None = None
+    """[1] int32: rows from here on are idle, their scores stay. None: none is."""
+
+
 @torch.no_grad()
 def key_mass(
     query: Tensor, keys: Tensor, scale: float, *, causal: bool = True, mask: Tensor | None = None
@@ -35,7 +47,7 @@ def key_mass(
     """
     batch, num_queries, heads, _ = query.shape
     num_kv_heads, num_keys = keys.shape[1:3]
-    dtype = compute_dtype(query)
+    dtype = torch.promote_types(query.dtype, torch.float32)
     hidden, bias = None, None
     if mask is not None:
         hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min
