@@ -297,7 +297,7 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
 def _bench_cache_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", help="as in bench generate (default: v2-lite on a GPU, tiny on a CPU)")
     command.add_argument("--points", metavar="BxC,...", help="batch x context tokens (default: 1x1024 on a CPU)")
-    names = "full, fp8_e4m3, fp8_e5m2, reuse_prefix"
+    names = "full, fp8_e4m3, fp8_e5m2, reuse_prefix, window_50, top_attention_50"
     command.add_argument("--variants", metavar="NAME,...", help=f"any of {names} (default: all)")
     command.add_argument("--new-tokens", type=int, default=64, metavar="N", help="per sequence (default 64)")
     _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")

@@ -16,7 +16,7 @@ import deepseek_accel.generation.decode, deepseek_accel.generation.evicting_grap
 import deepseek_accel.ops.gqa_attention, deepseek_accel.ops.latent_write, deepseek_accel.passes.experts
 
 from deepseek_accel import families, optimize, report
-from deepseek_accel.cache import Entropy, TopAttention, Window, paged_cache
+from deepseek_accel.cache import Entropy, TopAttention, paged_cache
 from deepseek_accel.generation import evicting_graphs, graphs
 from deepseek_accel.generation.lines import read_model
 from deepseek_accel.generation.sampling import Choice
@@ -24,13 +24,13 @@ from deepseek_accel.generation.step import Stepper
 from deepseek_accel.testing import tiny_model
 from deepseek_accel.versions import cache_argument
 
-CACHE, NEW = cache_argument(), 9
+CACHE = cache_argument()
 torch.set_grad_enabled(False)
 ids = torch.randint(2, 128, (2, 37), generator=torch.Generator().manual_seed(1))
-for family, policy in (
-    ("deepseek_v3", TopAttention(20, 2, 6)), ("llama", Entropy(40, 2, 6)), ("llama", Window(2, 12)),
-):
-    model = optimize(tiny_model(family), {"attention": {}, "experts": {}, "layers": {}, "kv_cache": {}, "allow_skips": True})
+# full from the start; full after two steps
+for family, policy, NEW in (("deepseek_v3", TopAttention(20, 2, 6), 3), ("llama", Entropy(39, 2, 6), 5)):
+    passes = {"attention": {}, "experts": {}, "layers": {}, "kv_cache": {}, "allow_skips": True}
+    model = optimize(tiny_model(family), passes)
     cache = paged_cache(model, 16, eviction=policy)
     options = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, **{CACHE: cache})
     expected = model.generate(ids, **options)  # torch, on the CPU
@@ -45,12 +45,13 @@ for family, policy in (
             module.uses_triton = lambda device: True
     found = families.find(model)
     stepper = Stepper(read_model(model, found), found, found.attentions(model)[0])
-    steps = graphs.StepGraphs((4,), report(model).counters)
+    steps = graphs.StepGraphs((3,), report(model).counters)
     steps.addresses = torch.zeros(len(stepper.model.layers), dtype=torch.int64)
     choice = Choice((), False)
     cache.reserve(length + 1, 64)
-    run = evicting_graphs.EvictingRun(steps, stepper, 4, 2, cache, [0, 0], choice)
-    run.begin(tokens[0], torch.full((2,), length), torch.ones(2, dtype=torch.bool), [], torch.zeros(1, dtype=torch.long))
+    run = evicting_graphs.EvictingRun(steps, stepper, 3, 2, cache, [0, 0], choice)
+    going, pad = torch.ones(2, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
+    run.begin(tokens[0], torch.full((2,), length), going, [], pad)
     run.buffers.scores[:, 2:], run.buffers.token_positions[:, 2:] = float("nan"), -9
     for _ in range(NEW - 1):
         run._set_pages()
@@ -60,7 +61,7 @@ for family, policy in (
     run.finish()
     cache.commit(length + NEW - 1)
     assert torch.equal(torch.stack(tokens, 1), expected[:, 37:]), (family, policy)
-    assert cache.length == 37 + NEW - 1 and cache.tokens_held == [min(policy.budget, 45)] * 3
+    assert cache.length == 37 + NEW - 1 and cache.tokens_held == [min(policy.budget, 36 + NEW)] * 3
     for kept, positions in zip(cache.kept, wanted):
         assert torch.equal(kept.positions[:, :kept.held].sort().values, positions), (family, policy)
     assert run.buffers.layer_slots[:, 2:].eq(-1).all()
