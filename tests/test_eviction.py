@@ -100,10 +100,9 @@ def test_division_by_reach():
 
 
 def test_profile_by_distance():
-    weights = torch.tensor([[[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]])
-    ages = torch.tensor([[[40, 20, 0], [41, 21, 1]]])
-    assert reach_profile(weights, ages, 16, 3).tolist() == pytest.approx([0.95, 0.45, 0.6])
-    assert reach_profile(weights, ages, 16, 2).tolist() == pytest.approx([0.95, 1.05])
+    mass, ages = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]), torch.tensor([[40, 20, 0], [41, 21, 1]])
+    assert reach_profile(mass, ages, 16, 3).tolist() == pytest.approx([0.95, 0.45, 0.6])
+    assert reach_profile(mass, ages, 16, 2).tolist() == pytest.approx([0.95, 1.05])
 
 
 # What is held

@@ -12,11 +12,11 @@ from deepseek_accel.ops.mla_attention import LatentCase
 
 
 def by_definition(case, inputs):
-    """(mass, entropy) with a softmax for each query and head, key by key."""
+    """[mass, entropy] with a softmax for each query and head, key by key."""
     query, keys, mask = inputs["query"].double(), inputs["keys"].double(), inputs["mask"]
     batch, queries, heads, _ = query.shape
     length = keys.shape[2]
-    mass, entropy = torch.zeros(2, batch, queries, length, dtype=torch.float64)
+    mass, entropy = torch.zeros(2, batch, length, dtype=torch.float64)
     for b in range(batch):
         for s in range(queries):
             seen = torch.ones(length, dtype=torch.bool)
@@ -27,8 +27,8 @@ def by_definition(case, inputs):
             for h in range(heads if seen.any() else 0):
                 scores = keys[b, h * keys.shape[1] // heads, seen] @ query[b, s, h] * inputs["scale"]
                 p = scores.softmax(0)
-                mass[b, s, seen] += p / heads
-                entropy[b, s, seen] -= p * p.log() / heads
+                mass[b, seen] += p / heads
+                entropy[b, seen] -= p * p.log() / heads
     return mass, entropy
 
 
@@ -37,8 +37,11 @@ def by_definition(case, inputs):
 def test_key_mass(case, together, monkeypatch):
     monkeypatch.setattr(key_mass, "SCORES_BYTES", together)
     inputs = key_mass.case_inputs(case, torch.float32)
-    for actual, expected in zip(key_mass.key_mass(**inputs), by_definition(case, inputs), strict=True):
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    expected = by_definition(case, inputs)
+    for entropy in (False, True):
+        mass, score = key_mass.key_mass(**inputs, entropy=entropy)
+        torch.testing.assert_close(mass.double(), expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(score.double(), expected[entropy], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", claims.VICTIM_CASES, ids=str)
@@ -133,8 +136,7 @@ def keys_of(latent, case, inputs, row, length, entropy):
     visible = (torch.arange(length) >= start)[None, None, None]
     if inputs["mask"] is not None:
         visible = visible & inputs["mask"][row : row + 1, ..., :length]
-    found = key_mass.key_mass(query[row : row + 1], keys, inputs["scale"], mask=visible)
-    return found[entropy][0, 0]
+    return key_mass.key_mass(query[row : row + 1], keys, inputs["scale"], mask=visible, entropy=entropy)[1][0]
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -39,11 +39,11 @@ class KeptPages(Pages):
     def narrow(self, mask: Any) -> Any:
         """A mask [B, 1, S, tokens seen] or [B, tokens seen] over the tokens that are held.
 
-        The first mask of a sequence says where its padding ends.
+        What no query sees before the first visible token is padding.
         """
         if mask is not None and not isinstance(mask, torch.Tensor):
             raise PlanError(f"a cache that evicts needs masks that are tensors, got {type(mask).__name__}; use sdpa")
-        if mask is not None and self.fresh is not None:
+        if mask is not None:
             self.kept.first = self.pool.first_visible(mask if mask.dim() == 4 else mask.bool()[:, None, None])
         if mask is None or (mask.shape[-1] == self.length == self.kept.seen and self.kept.in_order):
             return mask
@@ -74,7 +74,9 @@ class KeptPages(Pages):
         if self.watches and query.shape[1]:
             query = query[:, -OBSERVED:]
             mask = self._visible(rows, query.shape[1]) if mask is None else mask[:, :1, -OBSERVED:]
-            self.kept.watch(*key_mass(query, keys, scale, causal=causal, mask=mask), rows)
+            entropy = self.kept.policy.scores == "entropy"
+            found = key_mass(query, keys, scale, causal=causal, mask=mask, entropy=entropy)
+            self.kept.watch(*found, query.shape[1], rows)
 
     def watch_rows(self, query: torch.Tensor, scale: float, rows: slice) -> None:
         """`watch` of the last queries [b, S, H, D] of `rows` over what these rows' pages hold."""
@@ -108,17 +110,20 @@ class Eviction:
         self.layers = [Kept(layer, policy, held) for layer in range(num_layers)]
 
     def settle(self, coming: int = 0) -> None:
-        """Divide the budget if more is held than it allows, `coming` tokens per layer included; forget the excess."""
+        """Divide the budget if more is held than it allows; forget the excess.
+
+        coming: tokens per layer that are about to be taken in. What they look at is not known: where only they are too
+        many, layers get equal budgets.
+        """
         if self.recording or not self.layers[0].held:
             return
-        most = self.policy.budget * len(self.layers)
-        if sum(kept.held + coming for kept in self.layers) > most:
-            profiles = [kept.profile for kept in self.layers]
-            if all(profile is not None for profile in profiles):
-                bins = torch.stack([profile.float().cpu() for profile in profiles])  # type: ignore[union-attr]
-                self._divide(bins)
-            elif any(kept.budget is None for kept in self.layers):
-                self._divide(None)
+        held, most = sum(kept.held for kept in self.layers), self.policy.budget * len(self.layers)
+        undecided = any(kept.budget is None for kept in self.layers)
+        profiles = [kept.profile for kept in self.layers if kept.profile is not None]
+        if held > most and len(profiles) == len(self.layers):
+            self._divide(torch.stack([profile.cpu() for profile in profiles]))
+        elif undecided and held + coming * len(self.layers) > most:
+            self._divide(None)
         for kept in self.layers:
             kept.shrink()
 

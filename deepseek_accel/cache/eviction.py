@@ -180,7 +180,9 @@ def divide_by_reach(profiles: torch.Tensor, budget: int, page_size: int, least: 
     return [count * page_size for count in chosen]
 
 
-def reach_profile(weights: torch.Tensor, ages: torch.Tensor, page_size: int, bins: int) -> torch.Tensor:
-    """[bins]: attention mass by distance. weights [B, S, T]; ages [B, S, T], query minus key position, tokens."""
+def reach_profile(mass: torch.Tensor, ages: torch.Tensor, page_size: int, bins: int) -> torch.Tensor:
+    """[bins] fp64: attention mass by distance. mass [B, T]; ages [B, T]: tokens from a key to the last query."""
     where = (ages.clamp_min(0) // page_size).clamp_max(bins - 1).flatten().long()
-    return weights.new_zeros(bins, dtype=torch.float32).index_add_(0, where, weights.float().flatten())
+    # whole numbers, whose sum does not depend on the order in which a GPU adds them
+    parts = (mass.double().flatten() * 2**40).round().long()
+    return parts.new_zeros(bins).index_add_(0, where, parts).double() / 2**40

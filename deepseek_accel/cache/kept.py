@@ -122,17 +122,15 @@ class Kept:
         self.held, self.in_order = count, True
         pool.trim(count)
 
-    def watch(self, mass: torch.Tensor, entropy: torch.Tensor, rows: slice = slice(None)) -> None:
-        """Add what queries of `rows` attended to, as `ops.key_mass` gives it [b, S, held]: the row's last S tokens."""
+    def watch(self, mass: torch.Tensor, score: torch.Tensor, queries: int, rows: slice = slice(None)) -> None:
+        """Add what the last `queries` tokens of `rows` attended to, as `ops.key_mass` gives it [b, held]."""
         with torch.inference_mode(False), torch.no_grad():
-            seen = (entropy if self.policy.scores == "entropy" else mass).sum(1)
             scores = self.scores[rows, : self.held]
-            scores.mul_(DECAY ** mass.shape[1]).add_(seen)
-            if (queries := mass.shape[1]) > 1:
+            scores.mul_(DECAY**queries).add_(score)
+            if queries > 1:
                 assert self.pool is not None
                 size = self.pool.page_size
-                asking = torch.arange(self.seen - queries, self.seen, device=mass.device)[None, :, None]
-                ages = asking - self.positions[rows, None, : self.held]
+                ages = self.seen - 1 - self.positions[rows, : self.held]
                 found = reach_profile(mass, ages, size, -(-self.seen // size))
                 self.profile = found if self.profile is None else self.profile + found
 

@@ -38,9 +38,10 @@ class KeyScores(NamedTuple):
 
 @torch.no_grad()
 def key_mass(
-    query: Tensor, keys: Tensor, scale: float, *, causal: bool = True, mask: Tensor | None = None
+    query: Tensor, keys: Tensor, scale: float, *, causal: bool = True, mask: Tensor | None = None, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(mass, entropy), both [B, S, T] fp32: means over heads of p and of -p log p (nats), p the softmax of attention.
+    """(mass, score), both [B, T] fp32. mass: the mean over heads of p, summed over queries, p the softmax of attention.
+    score: the same, or with `entropy` that of -p log p (nats).
 
     query [B, S, H, D], the row's last S tokens if `causal`; keys [B, G, T, D]; head h reads key head h // (H / G).
     mask [B, 1, S, T], bool or added to scores. A query that sees no key gives zeros.
@@ -56,8 +57,8 @@ def key_mass(
         last = torch.arange(num_queries, device=keys.device) + (num_keys - num_queries)
         later = torch.arange(num_keys, device=keys.device) > last[:, None]
         hidden = later if hidden is None else hidden | later
-    mass = torch.zeros(batch, num_queries, num_keys, dtype=torch.float32, device=keys.device)
-    entropy = torch.zeros_like(mass)
+    mass = torch.zeros(batch, num_keys, dtype=torch.float32, device=keys.device)
+    spread = torch.zeros_like(mass) if entropy else mass
     together = max(1, SCORES_BYTES // max(1, 4 * batch * num_queries * num_keys))
     group = heads // num_kv_heads
     for head in range(num_kv_heads):
@@ -70,9 +71,10 @@ def key_mass(
             if hidden is not None:
                 scores = scores.masked_fill(hidden, float("-inf"))
             weights = scores.softmax(-1).nan_to_num(nan=0.0)  # 0 / 0 where nothing is seen
-            mass += weights.sum(1)
-            entropy += torch.special.entr(weights).sum(1)
-    return mass / heads, entropy / heads
+            mass += weights.sum((1, 2))
+            if entropy:
+                spread += torch.special.entr(weights).sum((1, 2))
+    return mass / heads, spread / heads
 
 
 def case_inputs(case: Any, dtype: torch.dtype, device: Any = "cpu") -> dict[str, Any]:
