@@ -35,7 +35,7 @@ from deepseek_accel.kernels.combine import (
     store_scores,
 )
 from deepseek_accel.kernels.entry_layout import EntryLayout, grouped_layout
-from deepseek_accel.kernels.key_mass import key_mass_launch
+from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launch
 
 
 @triton.jit(
@@ -237,10 +237,10 @@ def plan(
     launches = [
         Launch(gqa_attention_kernel, (programs, batch, num_splits), arguments, options.num_warps, options.num_stages)
     ]
-    if raw is not None:
-        launches.append(key_mass_launch(arguments, raw, watch, heads, group))
     if lse is not None:
         launches.append(combine_launch(arguments, group, out))
+    if raw is not None:
+        launches.append(key_mass_launch(arguments, raw, watch, heads, group))
     return out, launches
 
 
@@ -265,6 +265,7 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         (7, 64, 1, 64, 4, torch.bfloat16, torch.bfloat16, ""),
         (4, 128, 1, 64, 4, None, torch.float32, ""),
         (4, 128, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
+        (4, 128, 1, 64, 4, None, torch.bfloat16, "graph watch"),
         (4, 128, 16, 64, 1, torch.bool, torch.bfloat16, "e5m2"),
         (7, 64, 1, 16, 4, None, torch.float16, "e4m3"),
     )
@@ -292,6 +293,7 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 capability=divmod(capability, 10),
                 pdl=graph and capability >= 90,
                 fp8=fp8,
+                watch=key_mass_case(2, 1024, graph) if "watch" in extra else None,
             )
             kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
             name = f"gqa D{head_dim} group{group} S{queries} P{page_size} splits{num_splits} {kind} {extra}"

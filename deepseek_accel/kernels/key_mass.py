@@ -5,7 +5,7 @@ become the mean over heads of p (or of -p log p) and are added to each key's sco
 `ops/key_mass.py`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -146,13 +146,23 @@ def compile_cases() -> list[tuple[Any, ...]]:
                 "CAUSAL": False,
                 "PDL": graph and capability >= 90,
             }
-            watch = _Watch(torch.empty(2, 2048, **number), entropy, torch.empty(1, **index) if graph else None)
+            watch = key_mass_case(2, 2048, graph, entropy)
             raw = torch.empty(2 * heads, 2048, **number)
             launch = key_mass_launch(attention, raw, watch, heads, heads)
             cases.append(compile_case(f"key_mass H{heads}{' entropy' * entropy}", launch, capability))
     return cases
 
 
-class _Watch:
-    def __init__(self, scores: torch.Tensor, entropy: bool, live: torch.Tensor | None) -> None:
-        self.scores, self.entropy, self.live, self.decay = scores, entropy, live, 0.997
+class KeyScoresLike(NamedTuple):
+    """`ops.key_mass.KeyScores`, which kernels do not import."""
+
+    scores: torch.Tensor
+    decay: float
+    entropy: bool
+    live: torch.Tensor | None
+
+
+def key_mass_case(rows: int, room: int, graph: bool, entropy: bool = False) -> KeyScoresLike:
+    """What a compile case of an attention kernel watches with."""
+    live = torch.empty(1, dtype=torch.int32, device="meta") if graph else None
+    return KeyScoresLike(torch.empty(rows, room, dtype=torch.float32, device="meta"), 0.997, entropy, live)

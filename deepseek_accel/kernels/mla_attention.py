@@ -36,7 +36,7 @@ from deepseek_accel.kernels.combine import (
 )
 from deepseek_accel.kernels.combine_project import combine_project_launch
 from deepseek_accel.kernels.entry_layout import EntryLayout, latent_layout
-from deepseek_accel.kernels.key_mass import key_mass_launch
+from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launch
 
 
 @triton.jit(
@@ -249,12 +249,12 @@ def plan(
     }
     grid = (row_blocks, batch, num_splits)
     launches = [Launch(mla_attention_kernel, grid, arguments, options.num_warps, options.num_stages)]
-    if raw is not None:
-        launches.append(key_mass_launch(arguments, raw, watch, heads, heads))
     if w_uv is not None:
         launches.append(combine_project_launch(arguments, w_uv, out))
     elif split:
         launches.append(combine_launch(arguments, heads, out))
+    if raw is not None:
+        launches.append(key_mass_launch(arguments, raw, watch, heads, heads))
     return out, launches
 
 
@@ -283,6 +283,8 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         (16, 1, 64, 4, None, torch.bfloat16, "e5m2"),
         (16, 6, 16, 1, torch.bool, torch.float16, "e4m3"),
         (128, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
+        (16, 1, 64, 4, None, torch.bfloat16, "graph watch"),
+        (128, 1, 64, 4, None, torch.bfloat16, "graph watch"),
         (128, 1, 64, 1, torch.bfloat16, torch.bfloat16, "e5m2"),
     )
     for heads, queries, page_size, num_splits, mask_dtype, dtype, extra in variants:
@@ -309,6 +311,7 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 capability=divmod(capability, 10),
                 pdl=graph and capability >= 90,
                 fp8=fp8,
+                watch=key_mass_case(2, 1024, graph) if "watch" in extra else None,
             )
             kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
             name = f"mla H{heads} S{queries} P{page_size} splits{num_splits} {kind} {extra}"
