@@ -191,6 +191,8 @@ def plan(
         number_bytes,
         fp8_width=padded(latent_rank) if fp8 else 0,
     )
+    if watch is not None and options.block_rows >= 64:  # what is left behind takes shared memory and registers
+        options = options._replace(block_keys=max(16, options.block_keys // 2))
     row_blocks = triton.cdiv(num_rows, options.block_rows)
     if num_splits is None:
         max_blocks = triton.cdiv(max_length, options.block_keys)
