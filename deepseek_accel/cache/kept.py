@@ -152,7 +152,7 @@ class Kept:
                 self.begin(held)
         elif length < self.seen:
             order = self.positions[:, : self.held].argsort(1)
-            count = self.held - (self.seen - length)
+            count = max(0, self.held - (self.seen - length))
             self.seen = length
             self.keep(order[:, :count])
 
