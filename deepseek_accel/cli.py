@@ -208,6 +208,34 @@ def calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def bench_quality(arguments: argparse.Namespace) -> int:
+    from .bench import quality, tables
+
+    if arguments.png:
+        tables.require_pyplot()
+    options = quality.Options(
+        budgets=_percentages(arguments.budgets),
+        policies=tuple(arguments.policies.split(",")),
+        contexts=arguments.contexts,
+        questions=arguments.questions,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
+    with tables.progress(1 + len(list(quality.variants(options)))) as step:
+        result = quality.run(options, step)
+    result["command"] = arguments.command_line
+    _write(arguments, result)
+    tables.console().print(tables.quality_table(result))
+    return _end(result["rows"], quality.exit_code(result["rows"]))
+
+
+def _percentages(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise AccelError(f"budgets are whole percentages, comma-separated, such as 75,50,25; got {text!r}") from error
+
+
 def bench_ops(arguments: argparse.Namespace) -> int:
     from .bench import generate, op_cases, ops, tables
 
@@ -288,6 +316,7 @@ def parser() -> argparse.ArgumentParser:
     _bench_generate_arguments(benches.add_parser("generate", help="whole models, stock against optimized"))
     _bench_cache_arguments(benches.add_parser("cache", help="kinds of cache at long contexts, and prefix reuse"))
     _bench_gating_arguments(benches.add_parser("gating", help="what leaving out experts costs in perplexity"))
+    _bench_quality_arguments(benches.add_parser("quality", help="what caches that evict cost in quality"))
     command = benches.add_parser("ops", help="single ops against their references")
     command.add_argument(
         "--op", metavar="OP,...", help="latent_attention, gqa, experts, router, rms_norm (default: all)"
@@ -332,7 +361,7 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
 def _bench_cache_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", help="as in bench generate (default: v2-lite on a GPU, tiny on a CPU)")
     command.add_argument("--points", metavar="BxC,...", help="batch x context tokens (default: 1x1024 on a CPU)")
-    names = "full, fp8_e4m3, fp8_e5m2, reuse_prefix"
+    names = "full, fp8_e4m3, fp8_e5m2, reuse_prefix, window_50, top_attention_50"
     command.add_argument("--variants", metavar="NAME,...", help=f"any of {names} (default: all)")
     command.add_argument("--new-tokens", type=int, default=64, metavar="N", help="per sequence (default 64)")
     _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
@@ -350,6 +379,19 @@ def _bench_gating_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
     command.add_argument("--png", metavar="FILE", help="draw them (needs matplotlib)")
     command.set_defaults(run=bench_gating)
+
+
+def _bench_quality_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--budgets", default="100,75,50,25", metavar="PERCENT,...", help="(default: 100,75,50,25)")
+    command.add_argument(
+        "--policies", default="window,top_attention,entropy", metavar="NAME,...", help="(default: all)"
+    )
+    command.add_argument("--contexts", type=int, default=20, metavar="N", help="of 2,048 tokens (default 20)")
+    command.add_argument("--questions", type=int, default=32, metavar="N", help="at most; 0 asks none (default 32)")
+    _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
+    command.add_argument("--png", metavar="FILE", help="draw quality against bytes (needs matplotlib)")
+    command.set_defaults(run=bench_quality)
 
 
 def _place_arguments(command: argparse.ArgumentParser, dtypes: str) -> None:

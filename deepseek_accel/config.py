@@ -120,7 +120,7 @@ class OptimizeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping `from_dict` reads."""
-        options: dict[str, Any] = {p.name: dataclasses.asdict(p) for p in self.passes}
+        options: dict[str, Any] = {p.name: p.options() for p in self.passes}
         return options | ({"allow_skips": True} if self.allow_skips else {})
 
     def ordered(self) -> list[Pass]:

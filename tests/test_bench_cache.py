@@ -61,4 +61,6 @@ def test_wrong_options(capsys):
 
 def test_every_variant_is_a_config():
     for fields in cache.CONFIGS.values():
-        assert OptimizeConfig.from_dict(cache.config_of(fields)).passes
+        assert OptimizeConfig.from_dict(cache.config_of(fields, 4096)).passes
+    config = OptimizeConfig.from_dict(cache.config_of(cache.CONFIGS["top_attention_50"], 4096)).to_dict()
+    assert config["kv_cache"]["eviction"]["top_attention"]["budget"] == 2048

@@ -64,7 +64,7 @@ from deepseek_accel.generation.step import Stepper
 found = families.find(model)
 stepper = Stepper(read_model(model, found), found, found.attentions(model)[0])
 steps = graphs.StepGraphs((4,), report(model).counters)
-steps._addresses = torch.zeros(len(stepper.model.layers), dtype=torch.int64)
+steps.addresses = torch.zeros(len(stepper.model.layers), dtype=torch.int64)
 chosen = {}
 for choice in (None, Choice((), False)):
     cache = paged_cache(model, 16, dtype=dtype)

@@ -34,6 +34,8 @@ KERNELS = [
     *ATTENTION_KERNELS,
     ("adaptive_topk", "settle_kernel"),
     ("advance", "advance_kernel"),
+    ("claim", "claim_kernel"),
+    ("key_mass", "key_mass_kernel"),
     ("entry_write", "entry_write_kernel"),
     ("experts_pairs", "pair_gate_up_kernel"),
     ("experts_pairs", "pair_down_kernel"),

@@ -26,8 +26,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8_e4m3": {"dtype": "fp8_e4m3"},
     "fp8_e5m2": {"dtype": "fp8_e5m2"},
     "reuse_prefix": {"reuse_prefix": True},
+    "window_50": {"eviction": "window"},
+    "top_attention_50": {"eviction": "top_attention"},
 }
-"""Fields of `KVCache` by the name of the variant."""
+"""Fields of `KVCache` by the name of the variant. An eviction policy holds half of each point's context."""
 
 Step = Callable[[str], None]
 
@@ -70,10 +72,13 @@ class Options:
             raise AccelError(f"unknown variants {', '.join(unknown)}; known: {', '.join(CONFIGS)}")
 
 
-def config_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """Every lossless pass, with these fields of `KVCache`."""
+def config_of(fields: dict[str, Any], context: int) -> dict[str, Any]:
+    """Every lossless pass, with these fields of `KVCache`; policies by name hold half of `context` tokens."""
     from ..config import OptimizeConfig
 
+    if "eviction" in fields:
+        half = {"recent": context // 2 - 4} if fields["eviction"] == "window" else {"budget": context // 2}
+        fields = fields | {"eviction": {fields["eviction"]: half}}
     config = OptimizeConfig.lossless().to_dict()
     return config | {"kv_cache": config["kv_cache"] | fields, "allow_skips": True}
 
@@ -93,7 +98,7 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
             dtype = dtype_name(subject.model.dtype)
             row = Row(options.model, dtype, point.batch, point.prompt_length, name)
             try:
-                with applied(subject.model, config_of(fields)):
+                with applied(subject.model, config_of(fields, point.prompt_length)):
                     _measure(row, subject, point, options, "reuse_prefix" in fields)
             except Exception as error:  # whatever one variant does, the others are measured
                 row.status = "error"

@@ -169,6 +169,28 @@ def cache_table(result: dict[str, Any]) -> Any:
     return _table(f"{result['rows'][0]['model']} on {describe(result['environment'])}", columns, rows)
 
 
+def quality_table(result: dict[str, Any]) -> Any:
+    """One row per policy and budget; the bytes are those held after the last token, as a fraction of the full cache."""
+    columns = ["policy", "budget", "perplexity", "change %", "same token %", "retrieved", "held", "by layer", "remarks"]
+    full = result["rows"][0]["bytes_held"]
+    rows = [
+        [
+            row["policy"],
+            f"{row['percent']} %",
+            number(row["perplexity"]),
+            "-" if row["change_percent"] is None else f"{row['change_percent']:+.2f}",
+            number(row["agreement_percent"]),
+            "-" if row["questions"] is None else f"{row['retrieved']}/{row['questions']}",
+            ratio(row["bytes_held"] / full) if row["bytes_held"] and full else "-",
+            " ".join(map(str, row["tokens_held"] or [])),
+            row["detail"],
+        ]
+        for row in result["rows"]
+    ]
+    what = f"{result['contexts']} contexts of {result['context_tokens']} tokens, {result['model']}, {result['dtype']}"
+    return _table(f"{what}, on {describe(result['environment'])}", columns, rows)
+
+
 def ops_table(result: dict[str, Any]) -> Any:
     """One row per op and shape."""
     columns = ["op", "shape", "us", "GB/s", "TFLOP/s", "% of copy", "to reference", "error", "checked"]
@@ -286,6 +308,37 @@ def require_pyplot() -> Any:
 
 
 def write_png(path: str, result: dict[str, Any]) -> None:
+    """Times by point and variant, or what `bench quality` found by budget."""
+    if result.get("bench") == "quality":
+        _draw_quality(path, result)
+    else:
+        _draw_times(path, result)
+
+
+def _draw_quality(path: str, result: dict[str, Any]) -> None:
+    """Change of perplexity and share of names retrieved against bytes held, a line per policy."""
+    pyplot = require_pyplot()
+    rows = [row for row in result["rows"] if row["status"] == "ok"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    for policy in dict.fromkeys(row["policy"] for row in rows[1:]):
+        own = [rows[0], *(row for row in rows if row["policy"] == policy)]
+        held = [100 * row["bytes_held"] / rows[0]["bytes_held"] for row in own]
+        axes[0].plot(held, [row["change_percent"] for row in own], marker="o", label=policy)
+        asked = [row["questions"] for row in own]
+        if all(asked):
+            axes[1].plot(held, [100 * r["retrieved"] / n for r, n in zip(own, asked, strict=True)], marker="o")
+    for axis, label in zip(axes, ("perplexity, change in %", "names retrieved, %"), strict=True):
+        axis.set_xlabel("bytes held, % of the full cache")
+        axis.set_ylabel(label)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    what = f"{result['contexts']} contexts of {result['context_tokens']} tokens, {result['dtype']}"
+    figure.suptitle(f"{what}\n{describe(result['environment'])}", fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_times(path: str, result: dict[str, Any]) -> None:
     """Grouped bars: time per further token and time to the first token, by point and variant."""
     pyplot = require_pyplot()
     rows = result["rows"]

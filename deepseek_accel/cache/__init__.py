@@ -2,13 +2,26 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .eviction import Entropy, Policy, TopAttention, Window
 from .pages import PagePool, PageTable
 from .prefix import forget_prefixes
 
 if TYPE_CHECKING:
     from .paged import PagedCache, PagedLayer, Pages, paged_cache
 
-__all__ = ["PagePool", "PageTable", "PagedCache", "PagedLayer", "Pages", "forget_prefixes", "paged_cache"]
+__all__ = [
+    "Entropy",
+    "PagePool",
+    "PageTable",
+    "PagedCache",
+    "PagedLayer",
+    "Pages",
+    "Policy",
+    "TopAttention",
+    "Window",
+    "forget_prefixes",
+    "paged_cache",
+]
 
 
 def __getattr__(name: str) -> Any:

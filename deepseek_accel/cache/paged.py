@@ -11,15 +11,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .. import families
 from ..errors import CacheFullError, PlanError, UnsupportedModelError
+from ..ops.key_mass import KeyScores
 from ..versions import crop_takes_length
 from .entries import Entries, check_dtype
+from .eviction import Policy, to_policy
 from .pages import PagePool, PageTable, check_page_options
 from .shared import SharedPages, SharedPool
 
@@ -48,6 +50,29 @@ class Pages:
     @property
     def value_dim(self) -> int:
         return self.format.value_dim
+
+    watches: ClassVar[bool] = False
+    """Whether it wants to know what queries attend to, as a cache that evicts does."""
+
+    is_alone: ClassVar[bool] = False
+    """Whether other layers' pages hold other tokens."""
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """[T] or [B, T]: where in its sequence each token held stands, counted from the first one still held."""
+        return torch.arange(self.length, device=device)
+
+    def narrow(self, mask: Any) -> Any:
+        """The stock mask over the tokens that are held: all that it is over."""
+        return mask
+
+    def watch(self, *arguments: Any) -> None:
+        """Nothing: all tokens stay."""
+
+    def key_scores(self) -> KeyScores:
+        raise NotImplementedError("all tokens stay: nothing is scored")
+
+    def settle(self, count: int) -> None:
+        """After attention of a call of `count` tokens. Nothing: all tokens stay."""
 
     @property
     def address(self) -> None:
@@ -85,7 +110,7 @@ class Pages:
         )
 
 
-class _Reader:
+class Reader:
     """The attention module a layer serves, held weakly. Copies of a cache serve the same module."""
 
     def __init__(self, module: Any) -> None:
@@ -94,21 +119,30 @@ class _Reader:
     def reads_pages(self) -> bool:
         return getattr(self._module(), "_accel_attention", None) is not None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Reader:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], _Reader], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], Reader], tuple[()]]:
         return _no_reader, ()  # a pickled cache gathers
 
 
-def _no_reader() -> _Reader:
-    reader = object.__new__(_Reader)
+def _no_reader() -> Reader:
+    reader = object.__new__(Reader)
     reader._module = lambda: None  # type: ignore[assignment]
     return reader
 
 
-class _Pools:
-    """The pools of one cache: one per device and window."""
+class Place(NamedTuple):
+    """What layers must have in common to share a block table."""
+
+    device: torch.device
+    window: int | None = None
+    alone: int | None = None
+    """The number of a layer that shares with no other."""
+
+
+class Pools:
+    """The pools of one cache: one per `Place`."""
 
     def __init__(
         self,
@@ -121,7 +155,7 @@ class _Pools:
     ) -> None:
         self.page_size, self.max_pages, self.reserve_tokens = page_size, max_pages, reserve_tokens
         self.counters, self.fp8, self.is_latent = counters, fp8, is_latent
-        self.by_place: dict[tuple[torch.device, int | None], PagePool] = {}
+        self.by_place: dict[Place, PagePool] = {}
         self.all: list[PagePool] = []
         # by number, not by layer object: with a cycle, the memory of a cache would wait for Python's collector
         self.lengths: dict[int, int] = {}
@@ -131,17 +165,17 @@ class _Pools:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"shared": None}  # a copy shares nothing
 
-    def at(self, device: torch.device, window: int | None, num_rows: int) -> PagePool:
-        if (device, window) not in self.by_place:
+    def at(self, place: Place, num_rows: int) -> PagePool:
+        if place not in self.by_place:
             shared = self.shared
-            if shared is not None and (device, window) == (shared.device, None) and shared.serves():
+            if shared is not None and place == Place(shared.device) and shared.serves():
                 pool: PagePool = shared.pool(num_rows, self.reserve_tokens)
             else:
                 table = PageTable(self.page_size, self.max_pages)
-                pool = PagePool(table, num_rows, device, window, self.reserve_tokens, self.counters)
-            self.by_place[device, window] = pool
+                pool = PagePool(table, num_rows, place.device, place.window, self.reserve_tokens, self.counters)
+            self.by_place[place] = pool
             self.all.append(pool)
-        return self.by_place[device, window]
+        return self.by_place[place]
 
     def extend(self, pool: PagePool, start: int, stop: int, keep: bool) -> None:
         """Extend `pool`, after making sure that every pool can follow."""
@@ -151,9 +185,9 @@ class _Pools:
         pool.drop_unseen(start, keep)
         pool.extend(start, stop)
 
-    def check_new(self, device: torch.device, window: int | None, num_rows: int, count: int) -> None:
+    def check_new(self, place: Place, num_rows: int, count: int) -> None:
         """Raise what the first update of a layer would, before anything is made for it."""
-        if (pool := self.by_place.get((device, window))) is not None:
+        if (pool := self.by_place.get(place)) is not None:
             pool.check_rows(num_rows)
         else:
             table = PageTable(self.page_size, self.max_pages)
@@ -176,7 +210,7 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False  # the shapes of latent and rotary key differ, and early initialization knows only one
 
-    def __init__(self, layer: int, pools: _Pools, window: int | None, reader: _Reader) -> None:
+    def __init__(self, layer: int, pools: Pools, window: int | None, reader: Reader) -> None:
         self.is_initialized = False
         self.is_sliding = window is not None
         self.window, self.record_past = window, False
@@ -195,11 +229,14 @@ class PagedLayer(CacheLayerMixin):
     def __repr__(self) -> str:
         return f"PagedLayer(tokens={self.length}, page_size={self._pools.page_size})"
 
+    def _place(self, device: torch.device) -> Place:
+        return Place(device, self.window)
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.num_heads, self.key_dim = key_states.shape[1], key_states.shape[-1]
         self.value_dim = value_states.shape[-1]
-        self.pool = self._pools.at(self.device, self.window, key_states.shape[0])
+        self.pool = self._pools.at(self._place(self.device), key_states.shape[0])
         sizes = (self.num_heads, self.key_dim, self.value_dim)
         self.format = Entries(*sizes, self.dtype, self._pools.fp8, self._pools.is_latent)
         self.pool.add_layer(self._layer, self.format.width, self.format.storage_dtype)
@@ -232,14 +269,15 @@ class PagedLayer(CacheLayerMixin):
 
     def _first_update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Any:
         """`update` of a layer that holds nothing yet. If it fails, for want of memory say, nothing stays behind."""
-        self._pools.check_new(key_states.device, self.window, key_states.shape[0], key_states.shape[2])
+        place = self._place(key_states.device)
+        self._pools.check_new(place, key_states.shape[0], key_states.shape[2])
         known = list(self._pools.all)
         try:
             self.lazy_initialization(key_states, value_states)
             return self.update(key_states, value_states)
         except BaseException:
             self.length, self.is_initialized = 0, False
-            pool = self._pools.by_place.get((key_states.device, self.window))
+            pool = self._pools.by_place.get(place)
             if pool is not None:
                 pool.storages.pop(self._layer, None)
                 if pool not in known:
@@ -375,17 +413,18 @@ class PagedCache(DynamicCache):
 
     layers: list[Any]
 
-    def __init__(self, pools: _Pools, windows: Sequence[int | None], readers: Sequence[Any]) -> None:
+    def __init__(self, pools: Pools, windows: Sequence[int | None], readers: Sequence[Any]) -> None:
         self._pools = pools
         self.may_reuse = False
         """Whether `generate` made this cache itself, so that it may begin with pages of earlier calls."""
-        Cache.__init__(
-            self,
-            layers=[
-                PagedLayer(layer, pools, window, _Reader(reader))
-                for layer, (window, reader) in enumerate(zip(windows, readers, strict=True))
-            ],
-        )
+        pairs = enumerate(zip(windows, readers, strict=True))
+        Cache.__init__(self, layers=[self._layer(number, window, Reader(reader)) for number, (window, reader) in pairs])
+
+    policy: Policy | None = None
+    """Which tokens are forgotten, if any are."""
+
+    def _layer(self, number: int, window: int | None, reader: Reader) -> PagedLayer:
+        return PagedLayer(number, self._pools, window, reader)
 
     @property
     def page_size(self) -> int:
@@ -421,7 +460,7 @@ class PagedCache(DynamicCache):
         """
         empty = [pair for pair in zip(self.layers, sizes, strict=True) if not pair[0].is_initialized]
         for layer, _ in empty:
-            self._pools.check_new(device, layer.window, rows, count)
+            self._pools.check_new(layer._place(device), rows, count)
         for layer, (heads, key_size, value_size) in empty:
             layer.lazy_initialization(
                 torch.empty(rows, heads, 0, key_size, dtype=dtype, device=device),
@@ -441,7 +480,7 @@ class PagedCache(DynamicCache):
         """Begin with these pages of `share`'s, equally many per row, each held for this cache."""
         shared = self._pools.shared
         assert shared is not None
-        pool = self._pools.at(shared.device, None, len(rows))
+        pool = self._pools.at(Place(shared.device), len(rows))
         assert isinstance(pool, SharedPool)
         pool.begin_with(rows)  # from here on they go when the pool goes
         assert shared.dtype is not None
@@ -460,6 +499,9 @@ class PagedCache(DynamicCache):
         except CacheFullError:
             pool.extend(self.length, stop)
             return stop
+
+    def begin_padding(self, starts: torch.Tensor) -> None:
+        """The first starts [B] int32 tokens of each row are padding. A cache that holds all tokens need not know."""
 
     def commit(self, length: int) -> None:
         """Every layer holds `length` tokens per row now; pages beyond are given back."""
@@ -538,6 +580,7 @@ def paged_cache(
     max_pages: int | None = None,
     *,
     dtype: str | None = None,
+    eviction: Policy | None = None,
     reserve_tokens: int = 0,
     counters: Counter[str] | None = None,
 ) -> PagedCache:
@@ -545,12 +588,16 @@ def paged_cache(
 
     page_size: tokens per page, a power of two >= 16. max_pages: most pages in one block table before CacheFullError;
     None grows. Layers on another device or with another window have a table of their own. dtype: None to store what
-    the model computes, or "fp8_e4m3" or "fp8_e5m2" to round it to 8 bits (docs/kv_cache.md). reserve_tokens: memory to
-    take at once, in tokens per sequence; more is taken as needed.
+    the model computes, or "fp8_e4m3" or "fp8_e5m2" to round it to 8 bits (docs/kv_cache.md). eviction: None to hold all
+    tokens, or a policy of this package (`Window`, `TopAttention`, `Entropy`) that forgets some; the model must have
+    been optimized with the attention pass. reserve_tokens: memory to take at once, in tokens per sequence; more is
+    taken as needed.
 
-    Raises UnsupportedModelError if the model's cache holds more than keys and values, PlanError on a bad size or dtype.
+    Raises UnsupportedModelError if the model's cache holds more than keys and values, PlanError on a bad size, dtype or
+    policy, and where a policy cannot work.
     """
     check_page_options(page_size, max_pages)
+    eviction = to_policy(eviction)
     fp8 = check_dtype(dtype)
     if not isinstance(reserve_tokens, int) or reserve_tokens < 0:
         raise PlanError(f"reserve_tokens must be an integer >= 0, got {reserve_tokens!r}")
@@ -563,5 +610,19 @@ def paged_cache(
         )
     attentions = family.attentions(inner)
     counters = Counter() if counters is None else counters
-    pools = _Pools(page_size, max_pages, reserve_tokens, counters, fp8, family.attention == "mla")
-    return PagedCache(pools, [family.sliding_window(a) for a in attentions], attentions)
+    windows = [family.sliding_window(a) for a in attentions]
+    if eviction is None:
+        pools = Pools(page_size, max_pages, reserve_tokens, counters, fp8, family.attention == "mla")
+        return PagedCache(pools, windows, attentions)
+    from .evicting import EvictingCache
+
+    if any(window is not None for window in windows):
+        raise PlanError("eviction and sliding windows both forget tokens: a model with such layers takes no policy")
+    if any(getattr(a, "_accel_attention", None) is None for a in attentions):
+        raise PlanError(
+            "a cache that evicts needs attention that knows which tokens are held: optimize the model first, with the "
+            "attention pass"
+        )
+    reserve_tokens = min(reserve_tokens, eviction.budget)
+    pools = Pools(page_size, max_pages, reserve_tokens, counters, fp8, family.attention == "mla")
+    return EvictingCache(pools, attentions, eviction)

@@ -31,6 +31,8 @@ AHEAD = 64
 """Tokens per row for which pages are taken at once."""
 
 
+EVICTING_PIECE = 4096
+"""Prompt tokens between which a cache that evicts makes room: it holds its budget and this many at most."""
 BUILD_TOKENS = 8192
 """The largest prompt that kernels are built with; larger ones use the same."""
 
@@ -222,7 +224,8 @@ def _why_not_cache(cache: Any, line: Model) -> str | None:
         return "the cache holds entries of another shape"
     if any((layer.device, layer.dtype) != (line.device, line.dtype) for layer, _ in held):
         return "the cache is elsewhere or of another dtype"
-    if len({layer.length for layer in cache.layers}) > 1 or len({id(layer.pool) for layer, _ in held}) > 1:
+    pools = {id(layer.pool) for layer, _ in held}
+    if len({layer.length for layer in cache.layers}) > 1 or (cache.policy is None and len(pools) > 1):
         return "the layers of the cache were changed one by one"
     return None
 
@@ -322,9 +325,11 @@ class _Sampling:
         with_graphs: bool = True,
     ) -> torch.Tensor:
         """Add a prompt, or what follows what the cache holds, and return the last position's logits."""
+        if cache.policy is not None and with_graphs:
+            return self._prefill_in_pieces(input_ids, cache, starts, positions)
         stepper, (rows, count) = self.stepper, input_ids.shape
         graphs: StepGraphs | None = vars(self.model).get("_accel_graphs") if with_graphs else None
-        joined = bool(cache.get_seq_length()) and joins(stepper.model, rows, count)
+        joined = self._joins(cache, input_ids)
         run = partial(prefill, stepper, input_ids, cache, starts, positions)
         if joined:
             short = rows * count <= GRAPH_TOKENS
@@ -339,6 +344,27 @@ class _Sampling:
         finally:
             graphs.release(stepper.model.device)
 
+    def _joins(self, cache: Any, input_ids: torch.Tensor) -> bool:
+        """Whether these tokens meet the cache's keys as a step's do, rather than as a prompt's piece."""
+        return bool(cache.get_seq_length()) and cache.policy is None and joins(self.stepper.model, *input_ids.shape)
+
+    def _prefill_in_pieces(
+        self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Of a cache that evicts: after each piece the layers forget what is beyond their budgets."""
+        was_empty = cache.get_seq_length() == 0
+        try:
+            for begin in range(0, input_ids.shape[1], EVICTING_PIECE):
+                piece = slice(begin, begin + EVICTING_PIECE)
+                place = None if positions is None else positions[..., piece]
+                logits = prefill(self.stepper, input_ids[:, piece], cache, starts, place)
+                cache.settle()
+        except BaseException:
+            if was_empty:
+                cache.reset()
+            raise
+        return logits
+
     def _fill(
         self,
         cache: Any,
@@ -347,7 +373,7 @@ class _Sampling:
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add the tokens input_ids [B, S] to `cache`: the last ones' logits."""
-        expands = not cache.get_seq_length() or not joins(self.stepper.model, *input_ids.shape)
+        expands = not self._joins(cache, input_ids)
         self._build_prefill(input_ids, cache, starts, positions)
         logits = self._run_prefill(input_ids, cache, starts, positions)
         self._count(1, "layers: fused prefill", "attention: expanded (prefill)" if expands else self._absorbed)
@@ -362,7 +388,7 @@ class _Sampling:
         """
         past, (batch, count) = cache.get_seq_length(), input_ids.shape
         size = (past > 0, batch > 1, (batch * count).bit_length(), starts is not None, cache.fp8)
-        if why_not_triton(input_ids.device) is not None or size in self.loop.built:
+        if why_not_triton(input_ids.device) is not None or size in self.loop.built or cache.policy is not None:
             return
         most = max(1, BUILD_TOKENS // batch)
         with prebuild(input_ids.device):
@@ -394,14 +420,16 @@ class _Sampling:
         graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
         if self._is_long(input_ids.shape[1] + 1):
             graphs = None  # the one token is chosen without a step
-        if graphs is None or (reason := why_no_graph(graphs, batch, logits.device)) is not None:
+        reason = "padded rows in a cache that evicts" if cache.policy is not None and starts is not None else None
+        if graphs is None or (reason := reason or why_no_graph(graphs, batch, logits.device)) is not None:
             if graphs is not None:
                 count(self.loop.counters, f"cuda_graphs: eager loop ({reason})")
             return self._loop(input_ids, logits, _EagerSteps(self.stepper, cache, positions, starts))
+        run = None
         try:
             simple = self._ends_simply() and not self._keeps_scores()
             choice = choice_of(self.processors, self._samples()) if simple else None
-            eager, run = _EagerSteps(self.stepper, cache, positions, starts), None
+            eager = _EagerSteps(self.stepper, cache, positions, starts)
             try:
                 run = graphs.run(self.stepper, batch, cache, starts or [0] * batch, choice)
             except torch.OutOfMemoryError:
@@ -413,6 +441,8 @@ class _Sampling:
             steps = _GraphSteps(run, eager, eos, self._pad(), self._samples(), self.loop.counters)
             return self._loop(input_ids, logits, steps)
         finally:
+            if run is not None:
+                run.finish()
             graphs.release(self.stepper.model.device)
 
     def _loop(self, input_ids: torch.Tensor, logits: torch.Tensor, steps: Any) -> tuple[torch.Tensor, int]:

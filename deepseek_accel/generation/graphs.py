@@ -117,14 +117,14 @@ class StepGraphs:
         if self._last_use is not None:
             self._last_use.synchronize()  # a step that still runs posts into buffers that go now
         self._identity: Any = None
-        self._buffers: dict[int, Buffers] = {}
-        self._graphs: dict[tuple[int, Any], _Captured] = {}
+        self._buffers: dict[Any, Buffers] = {}
+        self._graphs: dict[tuple[Any, Any], _Captured] = {}
         self._prompt_buffers: PromptBuffers | None = None
         self._join_buffers: dict[tuple[int, int], JoinBuffers] = {}
         self._prompts: dict[Any, _Captured] = {}
         self._met: set[Any] = set()
         self._refused: set[Any] = set()
-        self._addresses: torch.Tensor | None = None
+        self.addresses: torch.Tensor | None = None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -178,8 +178,13 @@ class StepGraphs:
         bucket = self.bucket(batch)
         assert bucket is not None
         self._follow(stepper, cache)
+        kind: type[GraphRun] = GraphRun
+        if cache.policy is not None:
+            from .evicting_graphs import EvictingRun
+
+            kind = EvictingRun
         with torch.inference_mode(False), torch.no_grad():
-            return GraphRun(self, stepper, bucket, batch, cache, starts, choice)
+            return kind(self, stepper, bucket, batch, cache, starts, choice)
 
     def _follow(self, stepper: Stepper, cache: Any) -> None:
         """Come after the last use, which may be on another stream; drop graphs of other weights."""
@@ -191,10 +196,10 @@ class StepGraphs:
         if identity != self._identity:
             self._drop()
             self._identity = identity
-        if self._addresses is None:
+        if self.addresses is None:
             with torch.inference_mode(False), torch.no_grad():
                 size = len(stepper.model.layers)
-                self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
+                self.addresses = torch.zeros(size, dtype=torch.int64, device=device)
                 self._pool = torch.cuda.graph_pool_handle()
 
     def prompt(self, stepper: Stepper, count: int, cache: Any) -> Callable[..., torch.Tensor]:
@@ -245,10 +250,10 @@ class StepGraphs:
     @contextmanager
     def _recording(self, stepper: Stepper, held: list[Any]) -> Iterator[torch.Tensor]:
         """Tell the device where the pages are. The addresses [layers] int64."""
-        assert self._addresses is not None
+        assert self.addresses is not None
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(stepper.model.device):
-            self._addresses.copy_(torch.tensor([pages.storage.data_ptr() for pages in held]))
-            yield self._addresses
+            self.addresses.copy_(torch.tensor([pages.storage.data_ptr() for pages in held]))
+            yield self.addresses
 
     def _replay_prompt(self, key: Any, device: torch.device, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The logits of `step`, by the graph of its class if there is one."""
@@ -274,15 +279,20 @@ class StepGraphs:
                 self.counters["cuda_graphs: prompts without graph (out of memory)"] += 1
         return self._prompts.get(key)
 
-    def buffers(self, bucket: int, num_pages: int, device: torch.device) -> Buffers:
-        """The buffers of a bucket, with room for `num_pages` pages per row. Larger ones need new graphs."""
+    def buffers(
+        self, bucket: Any, num_pages: int, device: torch.device, make: Callable[[int, torch.device], Buffers]
+    ) -> Buffers:
+        """The buffers of a bucket, with room for `num_pages` pages per row. Larger ones need new graphs.
+
+        bucket: a batch size, with what else tells kinds of graphs apart. make: how to make buffers for so many pages.
+        """
         known = self._buffers.get(bucket)
         if known is None or known.block_table.shape[1] < num_pages:
             for key in [key for key in self._graphs if key[0] == bucket]:
                 del self._graphs[key]
             if known is not None:
                 self._renew_pool()
-            known = self._buffers[bucket] = Buffers.make(bucket, num_pages, device)
+            known = self._buffers[bucket] = make(num_pages, device)
         return known
 
     def _renew_pool(self) -> None:
@@ -290,7 +300,7 @@ class StepGraphs:
         if not self._graphs and not self._prompts:
             self._pool = torch.cuda.graph_pool_handle()
 
-    def captured(self, bucket: int, run: GraphRun, choice: Choice | None) -> _Captured:
+    def captured(self, bucket: Any, run: GraphRun, choice: Choice | None) -> _Captured:
         key = (bucket, None if choice is None else choice.key)
         found = self._graphs.pop(key, None)
         if found is None:
@@ -368,7 +378,23 @@ class GraphRun:
         self._version: Any = None
         self._storages: list[torch.Tensor] = []
         self._captured: _Captured | None = None
-        self.buffers = graphs.buffers(bucket, table_pages(stepper, cache), stepper.model.device)
+        self.buffers = self._find_buffers()
+
+    def _key(self) -> Any:
+        """What tells the graphs of this kind from others."""
+        return self.bucket
+
+    def _make_buffers(self, num_pages: int, device: torch.device) -> Buffers:
+        return Buffers.make(self.bucket, num_pages, device)
+
+    def _find_buffers(self) -> Any:
+        return self.graphs.buffers(self._key(), self._most_pages(), self.stepper.model.device, self._make_buffers)
+
+    def _most_pages(self) -> int:
+        return table_pages(self.stepper, self.cache)
+
+    def finish(self) -> None:
+        """After the last step, while the lease is held."""
 
     def begin(
         self, tokens: torch.Tensor, positions: torch.Tensor, unfinished: torch.Tensor, eos: list[int], pad: torch.Tensor
@@ -399,7 +425,7 @@ class GraphRun:
         if table.shape[1] > self.buffers.block_table.shape[1]:
             old = self.buffers
             device = self.stepper.model.device
-            self.buffers = self.graphs.buffers(self.bucket, table_pages(self.stepper, self.cache), device)
+            self.buffers = self._find_buffers()
             torch.cuda.current_stream(device).synchronize()  # a step that still runs posts into the old buffers
             for name, value in vars(old).items():
                 if name != "block_table":
@@ -408,8 +434,8 @@ class GraphRun:
         self.buffers.block_table[: self.batch, : table.shape[1]].copy_(table)
         storages = [pool.storages[layer] for layer in sorted(pool.storages)]
         if [s.data_ptr() for s in storages] != [s.data_ptr() for s in self._storages]:
-            assert self.graphs._addresses is not None
-            self.graphs._addresses.copy_(torch.tensor([storage.data_ptr() for storage in storages]))
+            assert self.graphs.addresses is not None
+            self.graphs.addresses.copy_(torch.tensor([storage.data_ptr() for storage in storages]))
             self._storages = storages
         self._version = pool.table.version
 
@@ -427,7 +453,7 @@ class GraphRun:
         """The graph; recorded now, if it is not there."""
         if self._captured is None:
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self.stepper.model.device):
-                self._captured = self.graphs.captured(self.bucket, self, self.choice)
+                self._captured = self.graphs.captured(self._key(), self, self.choice)
         return self._captured
 
     def record(self, choice: Choice | None) -> torch.Tensor:
@@ -454,9 +480,13 @@ class GraphRun:
             num_splits=graph_splits(self.bucket, heads, model.device, kv_heads),
         )
         place = Place((self.bucket, 1), rotation, buffers.slots, reach, buffers.live, buffers.counters)
-        assert self.graphs._addresses is not None
-        pages = addressed(self._storages, self.graphs._addresses, self.cache.fp8)
-        logits = stepper.run(buffers.tokens.unsqueeze(1), pages, place)
+        assert self.graphs.addresses is not None
+        pages = addressed(self._storages, self.graphs.addresses, self.cache.fp8)
+        return self.choose(stepper.run(buffers.tokens.unsqueeze(1), pages, [place] * len(pages)), choice)
+
+    def choose(self, logits: torch.Tensor, choice: Choice | None) -> torch.Tensor:
+        """The end of a step: the next tokens, if the graph chooses them."""
+        buffers = self.buffers
         if choice is not None:
             greedy = choice.is_greedy
             if not greedy:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..ops.key_mass import KeyScores
 from ..ops.mla_attention import graph_splits
 from ..ops.router import make_counters
 from .lines import LatentAttention, Model
@@ -64,6 +65,16 @@ class AddressedPages(NamedTuple):
     storage: torch.Tensor
     address: torch.Tensor
     fp8: str | None
+
+    @property
+    def watches(self) -> bool:
+        return False
+
+    def watch(self, query: torch.Tensor, keys: torch.Tensor, scale: float, causal: bool, mask: Any) -> None:
+        raise NotImplementedError("a graph's own kernels watch")
+
+    def key_scores(self) -> KeyScores:
+        raise NotImplementedError("a graph's scores are in its reach")
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("a graph reads pages in place")
@@ -146,4 +157,4 @@ def record(stepper: Stepper, buffers: JoinBuffers, addresses: torch.Tensor, held
     rotation = stepper.rotation(stepper.model.embedding[:1, None], buffers.positions)
     place = Place((rows, size), rotation, buffers.slots.view(-1), reach, buffers.live, buffers.counters)
     pages = addressed([pages.storage for pages in held], addresses, held[0].fp8)
-    return stepper.run(buffers.tokens, pages, place)
+    return stepper.run(buffers.tokens, pages, [place] * len(pages))

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..ops.choice import uses_triton
 from ..ops.entry_write import entry_write
 from ..ops.experts import mixture
+from ..ops.mla_attention import absorb_query
 from ..ops.prefill_attention import CUDNN_PIECE, Part, merge, prefill_attention
 from ..ops.prefill_write import prefill_write
 from ..ops.projection import gated_project, project
@@ -61,6 +62,8 @@ class Span(NamedTuple):
     """[1] int32: tokens from here on are idle, in a graph. None: none is."""
     counters: Tensor | None = None
     """The router's, in a graph; see `ops.router.norm_route`."""
+    watched: slice | None = None
+    """The rows of the piece, if a cache that evicts watches what their last queries attend to."""
 
 
 @torch.no_grad()
@@ -91,11 +94,12 @@ def prefill(
         model = stepper.model
         sizes = [entry_sizes(layer.attention) for layer in model.layers]
         cache.open(batch, sizes, model.dtype, model.device, count)
+        if starts is not None and past == 0:
+            cache.begin_padding(starts)
         held = [layer.append(batch, count) for layer in cache.layers]
-        pages, slots = [pages for pages, _ in held], held[0][1]
         if instead is not None:
-            return instead(input_ids, position_ids, pages, slots)
-        return _run(stepper, input_ids, pages, slots, past, starts, position_ids, activation_bytes)
+            return instead(input_ids, position_ids, [pages for pages, _ in held], held[0][1])
+        return _run(stepper, input_ids, held, starts, position_ids, activation_bytes)
     except BaseException:
         if past:
             cache.commit(past)
@@ -107,9 +111,7 @@ def prefill(
 def _run(
     stepper: Stepper,
     input_ids: Tensor,
-    held: list[Any],
-    slots: Tensor,
-    past: int,
+    held: list[tuple[Any, Tensor]],
     starts: Tensor | None,
     position_ids: Tensor,
     activation_bytes: int,
@@ -119,31 +121,47 @@ def _run(
     layout, cos, sin = stepper.rotation(model.embedding[:1, None], position_ids)
     last_hidden = model.embedding.new_empty(batch, model.embedding.shape[1])
     block = tokens_per_piece(model.layers[-1], activation_bytes)
-    slots = slots.view(batch, count)
-    for rows, tokens in pieces(batch, count, block):
+    alone = held[0][0].is_alone
+    for piece in pieces(batch, count, block):
+        rows, tokens = piece
         at = rows if cos.shape[0] > 1 else slice(None)
         shape = (rows.stop - rows.start, tokens.stop - tokens.start)
-        first = past + tokens.start
-        where = slots[rows, tokens].reshape(-1)
-        span = Span(
-            shape,
-            first,
-            where,
-            held[0].pool.run(first, first + shape[1]) or where,
-            list(earlier_blocks(held[0].pool, rows, first, block)),
-            (layout, cos[at, tokens], sin[at, tokens]),
-            None if starts is None else starts[rows],
-        )
+        rotation = (layout, cos[at, tokens], sin[at, tokens])
+        spans = [_span(*each, piece, count, starts, rotation, block) for each in (held if alone else held[:1])]
+        spans = spans if alone else spans * len(held)
         hidden = F.embedding(input_ids[rows, tokens], model.embedding).view(-1, model.embedding.shape[1])
-        for layer, pages in zip(model.layers[:-1], held[:-1], strict=True):
+        for layer, (pages, _), span in zip(model.layers[:-1], held[:-1], spans[:-1], strict=True):
             hidden = layer_step(layer, hidden, pages, span, shape[1], activation_bytes)
         # Of the last layer nothing but the entries is needed, and the prompt's last token.
         wanted = 1 if tokens.stop == count else 0
-        hidden = layer_step(model.layers[-1], hidden, held[-1], span, wanted, activation_bytes)
+        hidden = layer_step(model.layers[-1], hidden, held[-1][0], spans[-1], wanted, activation_bytes)
         if wanted:
             last_hidden[rows] = hidden
     weight, bias = model.head
     return F.linear(rms_norm(last_hidden, *model.norm), weight, bias)
+
+
+def _span(
+    pages: Any, slots: Tensor, piece: Piece, count: int, starts: Tensor | None, rotation: tuple[Any, Tensor, Tensor],
+    block: int,
+) -> Span:  # fmt: skip
+    """Where `piece` of a call of `count` tokens per row lies in `pages`, in the slots that were taken for the call."""
+    rows, tokens = piece
+    shape = (rows.stop - rows.start, tokens.stop - tokens.start)
+    first = pages.length - count + tokens.start
+    where = slots.view(-1, count)[rows, tokens].reshape(-1)
+    if pages.is_alone and starts is not None:
+        starts = pages.index_of_first()
+    return Span(
+        shape,
+        first,
+        where,
+        pages.pool.run(first, first + shape[1]) or where,
+        list(earlier_blocks(pages.pool, rows, first, block)),
+        rotation,
+        None if starts is None else starts[rows],
+        watched=rows if pages.watches and tokens.stop == count else None,
+    )
 
 
 # The cache
@@ -316,10 +334,14 @@ def attend_latents(attention: LatentAttention, norm: Norm, x: Tensor, held: Any,
     compressed = compressed.view(*span.shape, -1)
     layout, cos, sin = span.rotation
     prefill_write(query, compressed, *attention.latent_norm, cos, sin, layout, held.storage, span.slots, fp8=held.fp8)
+    rank, (nope, value_dim) = attention.w_kv.shape[1], (attention.w_uk.shape[1], attention.w_uv.shape[1])
+    if span.watched is not None:
+        last = query[:, -held.MOST_WATCHED :]
+        absorbed = absorb_query(last[..., :nope].transpose(1, 2), attention.w_uk)
+        held.watch_rows(torch.cat((absorbed, last[..., nope:]), -1), attention.scale, span.watched)
     query = query[:, span.shape[1] - wanted :]
     if wanted == 0:
         return query
-    rank, (nope, value_dim) = attention.w_kv.shape[1], (attention.w_uk.shape[1], attention.w_uv.shape[1])
 
     def part(entries: Tensor, first: int, causal: bool) -> Part:
         latent = entries.flatten(0, 1)[:, :rank]
@@ -349,6 +371,8 @@ def attend_grouped(attention: GroupedAttention, norm: Norm, x: Tensor, held: Any
         entry_write(*new, held.storage, span.slots, fp8=held.fp8)
         own = x.new_empty(1, x.shape[0], 2 * key[0, 0].numel())
         query = entry_write(*new, own, torch.arange(x.shape[0], device=x.device))
+    if span.watched is not None:
+        held.watch_rows(query[:, -held.MOST_WATCHED :], attention.scale, span.watched)
     query = query[:, span.shape[1] - wanted :]
     del key, value, parts_of, new
     if wanted == 0:

@@ -8,6 +8,7 @@ the experts; down, weighted sum and residual.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,8 +143,14 @@ class Stepper:
         """tokens [B], positions [B] int64 -> logits [B, vocabulary]. starts: the first key each row sees."""
         appended = [held.append(len(tokens), 1) for held in cache.layers]
         first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=tokens.device)
-        pages, slots = [pages for pages, _ in appended], appended[0][1]
-        return self.join(tokens.unsqueeze(1), positions.unsqueeze(1), pages, slots, first)
+        rotation = self.rotation(self.model.embedding[:1, None], positions.unsqueeze(1))
+        alone = appended[0][0].is_alone
+        places = [
+            Place((len(tokens), 1), rotation, slots, self._reach(pages, 1, first))
+            for pages, slots in (appended if alone else appended[:1])
+        ]
+        places = places if alone else places * len(appended)
+        return self.run(tokens.unsqueeze(1), [pages for pages, _ in appended], places)
 
     def join(
         self,
@@ -162,24 +169,27 @@ class Stepper:
         batch, count = tokens.shape
         rotation = self.rotation(self.model.embedding[:1, None], positions.expand(batch, count))
         place = Place((batch, count), rotation, slots, self._reach(pages[0], count, starts))
-        return self.run(tokens, pages, place)
+        return self.run(tokens, pages, [place] * len(pages))
 
-    def run(self, tokens: torch.Tensor, pages: list[Any], place: Place) -> torch.Tensor:
-        """tokens [B, S] through all layers: logits [B, vocabulary] of each row's last."""
+    def run(self, tokens: torch.Tensor, pages: Sequence[Held], places: Sequence[Place]) -> torch.Tensor:
+        """tokens [B, S] through all layers, each with pages and place: logits [B, vocabulary] of each row's last."""
         x = F.embedding(tokens.flatten(), self.model.embedding)
-        for layer, held in zip(self.model.layers, pages, strict=True):
+        for layer, held, place in zip(self.model.layers, pages, places, strict=True):
             x = layer_step(layer, x, held, place)
         return head_step(self.model, x.view(*tokens.shape, -1)[:, -1].contiguous())
 
     def _reach(self, pages: Any, num_queries: int, starts: torch.Tensor | None) -> Reach:
         device, keys = self.model.device, pages.length
-        if uses_triton(device) and self.model.dtype != torch.float64:
-            pool = pages.pool
-            return Reach(pool.block_table(), pool.lengths(keys), keys, num_queries > 1, starts)
-        if num_queries == 1 and starts is None:
-            return Reach.of_pages(pages, 1, None)
-        key, query = torch.arange(keys, device=device), torch.arange(num_queries, device=device)
-        mask = (key <= keys - num_queries + query[:, None])[None, None]
+        if starts is None or not pages.is_alone:  # else the keys of a row are in no order
+            if uses_triton(device) and self.model.dtype != torch.float64:
+                pool = pages.pool
+                return Reach(pool.block_table(), pool.lengths(keys), keys, num_queries > 1, starts)
+            if num_queries == 1 and starts is None:
+                return Reach.of_pages(pages, 1, None)
+        mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device)
+        if num_queries > 1:
+            key, query = torch.arange(keys, device=device), torch.arange(num_queries, device=device)
+            mask = (key <= keys - num_queries + query[:, None])[None, None]
         if starts is not None:
-            mask = mask & (key >= starts[:, None, None, None])
+            mask = mask & (pages.positions(device) >= starts[:, None])[:, None, None]
         return Reach.of_pages(pages, num_queries, mask)

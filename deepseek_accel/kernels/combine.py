@@ -244,6 +244,13 @@ def store_rows(
 
 
 @triton.jit
+def store_scores(scores, raw, part_rows, raw_stride, keys, present, live):
+    """Leaves scores [rows, keys] (base 2, masked) in raw [part row, key], for `kernels/key_mass.py`."""
+    places = raw + part_rows.to(tl.int64)[:, None] * raw_stride + keys[None, :]
+    tl.store(places, scores, mask=live[:, None] & present[None, :])
+
+
+@triton.jit
 def active_parts(
     lengths, starts, batch, query, head, num_queries, num_splits, least_blocks, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
@@ -341,6 +348,13 @@ def output_like(query: torch.Tensor, width: int) -> torch.Tensor:
     """An output [B, S, H, width] whose memory order is [H, B, S, width], what a per-head matrix product reads best."""
     batch, num_queries, heads, _ = query.shape
     return query.new_empty(heads, batch, num_queries, width).permute(1, 2, 0, 3)
+
+
+def raw_scores(query: torch.Tensor, watch: Any) -> torch.Tensor | None:
+    """Room for the scores of all heads [B * H, R] fp32, if a cache watches (`ops.key_mass.KeyScores`), else None."""
+    if watch is None:
+        return None
+    return query.new_empty(query.shape[0] * query.shape[2], watch.scores.shape[1], dtype=torch.float32)
 
 
 def parts_like(query: torch.Tensor, num_splits: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

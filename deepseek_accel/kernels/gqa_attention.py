@@ -28,19 +28,22 @@ from deepseek_accel.kernels.combine import (
     output_like,
     padded,
     parts_like,
+    raw_scores,
     softmax_step,
     storage_pointer,
     store_rows,
+    store_scores,
 )
 from deepseek_accel.kernels.entry_layout import EntryLayout, grouped_layout
+from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launch
 
 
 @triton.jit(
-    do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride"],
+    do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride", "raw_stride"],
     do_not_specialize_on_alignment=["address"],
 )
 def gqa_attention_kernel(
-    query, storage, address, block_table, lengths, starts, mask, out, lse,
+    query, storage, address, block_table, lengths, starts, mask, out, lse, raw, raw_stride,
     scale_log2, mask_floor, num_queries, max_length, least_blocks, table_stride,
     query_stride_b, query_stride_s, query_stride_h,
     mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
@@ -130,6 +133,8 @@ def gqa_attention_kernel(
             scores * scale_log2, keys, present, limits, mask, mask_offsets, mask_stride_t, mask_floor, max_length, live,
             MASK_IS_BOOL,
         )  # fmt: skip
+        if raw is not None:
+            store_scores(scores, raw, part_rows, raw_stride, keys, present, live)
         weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum)
         if FP8:
             weights *= fp8_numbers.lifted(value_scale, FP8)[None, :]
@@ -161,8 +166,12 @@ def plan(
     options: LaunchOptions | None = None,
     pdl: bool | None = None,
     fp8: str | None = None,
+    watch: Any = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
-    """The output (not yet written) and the launches that write it. least: instead of `least_blocks`."""
+    """The output (not yet written) and the launches that write it.
+
+    least: instead of `least_blocks`. watch: `ops.key_mass.KeyScores`, for one query.
+    """
     batch, num_queries, heads, head_dim = query.shape
     group, page_size, width = heads // num_kv_heads, storage.shape[1], padded(head_dim) + padded(value_dim)
     plain = EntryLayout(num_kv_heads * head_dim, 0, num_kv_heads * (head_dim + value_dim))
@@ -181,7 +190,9 @@ def plan(
         max_blocks = triton.cdiv(max_length, options.block_keys)
         num_splits = choose_splits(programs * batch, max_blocks, 2 * num_processors(storage.device))
     out = output_like(query, value_dim)
-    parts, lse = parts_like(query, num_splits, value_dim) if num_splits > 1 else (out, None)
+    split = num_splits > 1 or watch is not None
+    parts, lse = parts_like(query, num_splits, value_dim) if split else (out, None)
+    raw = raw_scores(query, watch)
     arguments = {
         "query": query,
         "storage": storage,
@@ -191,6 +202,8 @@ def plan(
         "starts": starts,
         "out": parts,
         "lse": lse,
+        "raw": raw,
+        "raw_stride": 0 if raw is None else raw.shape[1],
         "scale_log2": scale * LOG2_E,
         "num_queries": num_queries,
         "max_length": max_length,
@@ -213,7 +226,7 @@ def plan(
         "BLOCK_KEYS": options.block_keys,
         "STAGES": options.num_stages,
         "CAUSAL": causal,
-        "SPLIT": num_splits > 1,
+        "SPLIT": split,
         "FP8": fp8_numbers.VARIANTS[fp8],
         "VALUES_AT": layout.second,
         "SCALES_AT": layout.scales,
@@ -226,6 +239,8 @@ def plan(
     ]
     if lse is not None:
         launches.append(combine_launch(arguments, group, out))
+    if raw is not None:
+        launches.append(key_mass_launch(arguments, raw, watch, heads, group))
     return out, launches
 
 
@@ -250,6 +265,7 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         (7, 64, 1, 64, 4, torch.bfloat16, torch.bfloat16, ""),
         (4, 128, 1, 64, 4, None, torch.float32, ""),
         (4, 128, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
+        (4, 128, 1, 64, 4, None, torch.bfloat16, "graph watch"),
         (4, 128, 16, 64, 1, torch.bool, torch.bfloat16, "e5m2"),
         (7, 64, 1, 16, 4, None, torch.float16, "e4m3"),
     )
@@ -277,6 +293,7 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 capability=divmod(capability, 10),
                 pdl=graph and capability >= 90,
                 fp8=fp8,
+                watch=key_mass_case(2, 1024, graph) if "watch" in extra else None,
             )
             kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
             name = f"gqa D{head_dim} group{group} S{queries} P{page_size} splits{num_splits} {kind} {extra}"

@@ -28,20 +28,23 @@ from deepseek_accel.kernels.combine import (
     output_like,
     padded,
     parts_like,
+    raw_scores,
     softmax_step,
     storage_pointer,
     store_rows,
+    store_scores,
 )
 from deepseek_accel.kernels.combine_project import combine_project_launch
 from deepseek_accel.kernels.entry_layout import EntryLayout, latent_layout
+from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launch
 
 
 @triton.jit(
-    do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride"],
+    do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride", "raw_stride"],
     do_not_specialize_on_alignment=["address"],
 )
 def mla_attention_kernel(
-    q_latent, q_rope, storage, address, block_table, lengths, starts, mask, out, lse,
+    q_latent, q_rope, storage, address, block_table, lengths, starts, mask, out, lse, raw, raw_stride,
     scale_log2, mask_floor, num_queries, max_length, least_blocks, table_stride,
     latent_stride_b, latent_stride_s, latent_stride_h, rope_stride_b, rope_stride_s, rope_stride_h,
     mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
@@ -134,6 +137,8 @@ def mla_attention_kernel(
             scores * scale_log2, keys, present, limits, mask, mask_offsets, mask_stride_t, mask_floor, max_length, live,
             MASK_IS_BOOL,
         )  # fmt: skip
+        if raw is not None:
+            store_scores(scores, raw, part_rows, raw_stride, keys, present, live)
         weights, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum)
         if FP8:
             weights *= fp8_numbers.lifted(key_scale, FP8)[None, :]
@@ -166,8 +171,9 @@ def plan(
     options: LaunchOptions | None = None,
     pdl: bool | None = None,
     fp8: str | None = None,
+    watch: Any = None,
 ) -> tuple[torch.Tensor, list[Launch]]:
-    """The output (not yet written) and the launches that write it.
+    """The output (not yet written) and the launches that write it. watch: `ops.key_mass.KeyScores`, for one query.
 
     With w_uv [H, V, C] the output is [B, S, H, V], projected as it is merged. least: instead of `least_blocks`.
     """
@@ -185,11 +191,14 @@ def plan(
         number_bytes,
         fp8_width=padded(latent_rank) if fp8 else 0,
     )
+    if watch is not None and options.block_rows >= 64:  # what is left behind takes shared memory and registers
+        options = options._replace(block_keys=max(16, options.block_keys // 2))
     row_blocks = triton.cdiv(num_rows, options.block_rows)
     if num_splits is None:
         max_blocks = triton.cdiv(max_length, options.block_keys)
         num_splits = choose_splits(row_blocks * batch, max_blocks, num_processors(storage.device))
-    split = num_splits > 1 or w_uv is not None
+    split = num_splits > 1 or w_uv is not None or watch is not None
+    raw = raw_scores(q_latent, watch)
     out = (
         output_like(q_latent, latent_rank)
         if w_uv is None
@@ -206,6 +215,8 @@ def plan(
         "starts": starts,
         "out": parts,
         "lse": lse,
+        "raw": raw,
+        "raw_stride": 0 if raw is None else raw.shape[1],
         "scale_log2": scale * LOG2_E,
         "num_queries": num_queries,
         "max_length": max_length,
@@ -244,6 +255,8 @@ def plan(
         launches.append(combine_project_launch(arguments, w_uv, out))
     elif split:
         launches.append(combine_launch(arguments, heads, out))
+    if raw is not None:
+        launches.append(key_mass_launch(arguments, raw, watch, heads, heads))
     return out, launches
 
 
@@ -272,6 +285,8 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         (16, 1, 64, 4, None, torch.bfloat16, "e5m2"),
         (16, 6, 16, 1, torch.bool, torch.float16, "e4m3"),
         (128, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
+        (16, 1, 64, 4, None, torch.bfloat16, "graph watch"),
+        (128, 1, 64, 4, None, torch.bfloat16, "graph watch"),
         (128, 1, 64, 1, torch.bfloat16, torch.bfloat16, "e5m2"),
     )
     for heads, queries, page_size, num_splits, mask_dtype, dtype, extra in variants:
@@ -298,6 +313,7 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
                 capability=divmod(capability, 10),
                 pdl=graph and capability >= 90,
                 fp8=fp8,
+                watch=key_mass_case(2, 1024, graph) if "watch" in extra else None,
             )
             kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
             name = f"mla H{heads} S{queries} P{page_size} splits{num_splits} {kind} {extra}"

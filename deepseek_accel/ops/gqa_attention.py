@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepseek_accel.ops.choice import uses_triton
 from deepseek_accel.ops.fp8 import decode_heads
+from deepseek_accel.ops.key_mass import KeyScores
 from deepseek_accel.ops.mla_attention import (
     compute_dtype,
     gather_entries,
@@ -39,16 +40,18 @@ def paged_gqa_attention(
     num_splits: int | None = None,
     address: Tensor | None = None,
     fp8: str | None = None,
+    watch: KeyScores | None = None,
 ) -> Tensor:
     """Attention of query [B, S, H, D] over paged keys and values: [B, S, H, Dv] of query's dtype.
 
     Query head h reads key head h // (H / G). The query may have any strides but a unit last one. num_splits (for CUDA
-    graphs `graph_splits` of `ops/mla_attention.py`), address and fp8: as there.
+    graphs `graph_splits` of `ops/mla_attention.py`), address, fp8 and watch: as
+    there.
     """
     arguments = (query, storage, block_table, lengths, max_length, scale, num_kv_heads, value_dim)
     if not uses_triton(storage.device):
         return paged_gqa_attention_reference(*arguments, causal=causal, starts=starts, mask=mask, fp8=fp8)
-    parts = {"num_splits": num_splits, "address": address, "fp8": fp8}
+    parts = {"num_splits": num_splits, "address": address, "fp8": fp8, "watch": watch}
     return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, **parts)
 
 

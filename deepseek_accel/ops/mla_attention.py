@@ -20,6 +20,8 @@ Paged keys, here and in `ops/gqa_attention.py`:
 - address [1] int64, on the device: storage.data_ptr(), to be read when the kernel runs. `storage` then only tells dtype
   and page shape: a CUDA graph that was given it follows a pool whose storage moves. Multiple of 16. On GPUs only.
 
+- watch: where a step of one query leaves what it attended to, see `KeyScores`. On GPUs only.
+
 Query s of a row sees key t when starts <= t < length, and, if causal, t <= length - S + s (the queries are the row's
 last S tokens), and the mask lets it. `mask` [B, 1, S, max_length] is boolean (True: visible) or floating (added to the
 scaled scores; the dtype's minimum, or -inf, hides). A query that sees no key yields 0.
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from deepseek_accel.ops.choice import uses_triton
 from deepseek_accel.ops.fp8 import decode_latents
+from deepseek_accel.ops.key_mass import KeyScores
 
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
@@ -65,6 +68,7 @@ def latent_attention(
     num_splits: int | None = None,
     address: Tensor | None = None,
     fp8: str | None = None,
+    watch: KeyScores | None = None,
 ) -> Tensor:
     """Attention of q_latent [B, S, H, C] and q_rope [B, S, H, R] over paged latents (see the module): [B, S, H, C].
 
@@ -74,7 +78,7 @@ def latent_attention(
     arguments = (q_latent, q_rope, storage, block_table, lengths, max_length, scale, latent_rank)
     if not uses_triton(storage.device):
         return latent_attention_reference(*arguments, causal=causal, starts=starts, mask=mask, fp8=fp8)
-    parts = {"num_splits": num_splits, "address": address, "fp8": fp8}
+    parts = {"num_splits": num_splits, "address": address, "fp8": fp8, "watch": watch}
     return _triton_launch()(*arguments, causal=causal, starts=starts, mask=mask, **parts)
 
 
@@ -99,13 +103,14 @@ def projected_attention(
     num_splits: int | None = None,
     address: Tensor | None = None,
     fp8: str | None = None,
+    watch: KeyScores | None = None,
 ) -> Tensor:
     """`project_values` of `latent_attention`: w_uv [H, V, C], result [B, S, H, V]. Two launches for few tokens."""
     arguments = (q_latent, q_rope, storage, block_table, lengths, max_length, scale, w_uv.shape[2])
     visible = {"causal": causal, "starts": starts, "mask": mask}
     if not uses_triton(storage.device):
         return project_values(latent_attention_reference(*arguments, **visible, fp8=fp8), w_uv)  # type: ignore[arg-type]
-    parts = {"num_splits": num_splits, "address": address, "fp8": fp8}
+    parts = {"num_splits": num_splits, "address": address, "fp8": fp8, "watch": watch}
     if q_latent.shape[:3].numel() <= MAX_PROJECTED_ROWS:
         return _triton_launch()(*arguments, **visible, **parts, w_uv=w_uv)
     return project_values(_triton_launch()(*arguments, **visible, **parts), w_uv)

@@ -91,7 +91,11 @@ def attention_interface(
     seam: Seam = module._accel_attention
     scale = module.scaling if scaling is None else scaling
     attend = attend_latents if seam.kind == "mla" else attend_grouped
-    return attend(module, seam, query, key, value, attention_mask, scale, dropout, kwargs)
+    if not hasattr(key, "pool"):
+        return attend(module, seam, query, key, value, attention_mask, scale, dropout, kwargs)
+    result = attend(module, seam, query, key, value, key.narrow(attention_mask), scale, dropout, kwargs)
+    key.settle(query.shape[2])
+    return result
 
 
 def attend_latents(
@@ -114,6 +118,8 @@ def attend_latents(
     if reason is not None:
         seam.count(f"expanded ({reason})")
         latent, k_rope = key.gather() if paged else (key, value)
+        if paged:
+            watch_latents(module, query, key, latent, k_rope, mask, scale)
         if indices is not None:
             mask, kwargs = sparse_mask(mask, indices, query, num_keys), kwargs | {"indices": None}
         key, value = type(module).expand_kv(module, latent, k_rope)
@@ -156,11 +162,25 @@ def attend_grouped(
             reach = Reach.of_pages(key, query.shape[2], mask)
             out = attend_cached_keys(query.transpose(1, 2), key, reach, scale, key.num_heads, key.value_dim)
             return out, None
-        key, value = key.gather()
+        pages, (key, value) = key, key.gather()
+        pages.watch(query.transpose(1, 2), key, scale, query.shape[2] > 1, mask)
         seam.count(f"gathered ({reason})")
     else:
         seam.count("stock (not a paged cache)")
     return stock_attention(module, seam)(module, query, key, value, mask, scaling=scale, dropout=dropout, **kwargs)
+
+
+def watch_latents(
+    module: Any, query: torch.Tensor, pages: Any, latent: torch.Tensor, k_rope: torch.Tensor, mask: Any, scale: float
+) -> None:
+    """Let a cache that evicts see what the last of the queries [B, H, S, N + R] attend to."""
+    if pages.watches:
+        nope, rope = query[:, :, -pages.MOST_WATCHED :].split(
+            [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1
+        )
+        absorbed = absorb_query(nope, absorbed_weights(module)[0])
+        watched = torch.cat((absorbed, rope.transpose(1, 2)), -1)
+        pages.watch(watched, torch.cat((latent, k_rope), -1), scale, query.shape[2] > 1, mask)
 
 
 def why_stock(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,6 +23,10 @@ class Pass:
     @property
     def name(self) -> str:
         return type(self).__module__.rpartition(".")[2]
+
+    def options(self) -> dict[str, Any]:
+        """The fields as `OptimizeConfig.from_dict` reads them."""
+        return dataclasses.asdict(self)
 
     @property
     def lossy(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..cache.entries import check_dtype, entry_bytes
+from ..cache.eviction import Policy, spelled, to_policy
 from ..cache.pages import check_page_options
 from ..errors import PlanError
 from ..families.base import Family
@@ -38,6 +39,7 @@ def prepare_cache(
     max_pages: int | None,
     counters: Counter[str],
     dtype: str | None = None,
+    eviction: Policy | None = None,
 ) -> None:
     """In place of `_prepare_cache_for_generation`: a paged cache, unless the caller chose a cache, a kind, or none."""
     from ..cache import paged_cache
@@ -55,7 +57,8 @@ def prepare_cache(
         prompt_length = prompt.shape[-1] if isinstance(prompt, torch.Tensor) else 1
         reserve = min(max_cache_length, prompt_length + RESERVED_NEW_TOKENS)
         reserve = max(0, reserve)
-        cache = paged_cache(model, page_size, max_pages, dtype=dtype, reserve_tokens=reserve, counters=counters)
+        options: dict[str, Any] = {"dtype": dtype, "eviction": eviction}
+        cache = paged_cache(model, page_size, max_pages, reserve_tokens=reserve, counters=counters, **options)
         cache.may_reuse = True
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -81,6 +84,15 @@ def why_no_prefixes(model: Any, family: Family, context: Context) -> str | None:
     return None
 
 
+def why_no_eviction(model: Any, family: Family, context: Context) -> str | None:
+    """Why the cache of this model cannot forget tokens, or None."""
+    if not context.has("attention"):
+        return "it needs the attention pass, which knows which tokens are held"
+    if any(family.sliding_window(attention) is not None for attention in family.attentions(model)):
+        return "layers with a sliding window forget by themselves"
+    return None
+
+
 @dataclass(frozen=True)
 class KVCache(Pass):
     """Keys and values, or latents, in fixed-size pages.
@@ -90,6 +102,8 @@ class KVCache(Pass):
     sliding window have a block table of their own; a page takes memory in every layer of its table.
     dtype: None to keep what the model computes, bit for bit; "fp8_e4m3" or "fp8_e5m2" to round it to 8 bits with a
     scale per token (and head): about half the bytes, and lossy. The rotary key of latent attention is not rounded.
+    eviction: None to hold all tokens, or a policy of `deepseek_accel.cache` that forgets some: `Window(...)`,
+    `TopAttention(...)`, `Entropy(...)`; in a mapping or JSON {"top_attention": {"budget": 1024}}. Lossy.
     reuse_prefix: keep full pages after a call, for later calls whose prompts begin with the same tokens. All calls of
     the model then share `max_pages`. prefix_bytes: how much may be kept, or None for a quarter of the GPU memory that
     is free at the first call (1 GiB on a CPU).
@@ -99,13 +113,16 @@ class KVCache(Pass):
     page_size: int = 64
     max_pages: int | None = None
     dtype: str | None = None
-
+    eviction: Any = None
     reuse_prefix: bool = False
     prefix_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_page_options(self.page_size, self.max_pages)
         check_dtype(self.dtype)
+        object.__setattr__(self, "eviction", to_policy(self.eviction))
+        if self.eviction is not None and self.reuse_prefix:
+            raise PlanError("a cache that evicts keeps no prefixes for later calls: choose eviction or reuse_prefix")
         if not isinstance(self.reuse_prefix, bool):
             raise PlanError(
                 f"reuse_prefix must be True or False, got {self.reuse_prefix!r}; say with prefix_bytes how much to keep"
@@ -120,7 +137,10 @@ class KVCache(Pass):
 
     @property
     def lossy(self) -> bool:
-        return self.dtype is not None
+        return self.dtype is not None or self.eviction is not None
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"eviction": spelled(self.eviction)}
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
         if family.extra_cache:
@@ -129,6 +149,10 @@ class KVCache(Pass):
         if not hasattr(model, "_prepare_cache_for_generation"):
             yield Skip(type(model).__name__, "it does not generate; pass `paged_cache(model)` to its forward instead")
             return
+        eviction = self.eviction
+        if eviction is not None and (reason := why_no_eviction(model, family, context)) is not None:
+            yield Skip("eviction", reason)
+            eviction = None
         build = partial(
             partial,
             prepare_cache,
@@ -137,6 +161,7 @@ class KVCache(Pass):
             max_pages=self.max_pages,
             counters=context.counters,
             dtype=self.dtype,
+            eviction=eviction,
         )
         yield Edit(model, "_prepare_cache_for_generation", build, "generate")
         if self.dtype is not None:
@@ -145,6 +170,8 @@ class KVCache(Pass):
             yield Note(
                 f"{self.dtype}: {after} bytes per token and layer instead of {before}; keys and values are rounded"
             )
+        if eviction is not None:
+            yield Note(f"at most {eviction.budget} tokens per sequence are held, the mean over layers: {eviction!r}")
         if self.reuse_prefix:
             yield from self._reuse(model, family, context)
         if not context.has("attention"):
@@ -168,6 +195,7 @@ class KVCache(Pass):
         size = entry_bytes(check_dtype(self.dtype), latent, sizes, model.dtype)
         facts: dict[str, Any] = {"bytes_per_token_and_layer": size, "page_size": self.page_size}
         facts |= {} if self.dtype is None else {"dtype": self.dtype}
+        facts |= {} if self.eviction is None else {"eviction": repr(self.eviction)}
         prefixes = vars(model).get("_accel_prefixes")
         return facts if prefixes is None else facts | prefixes.facts()
 

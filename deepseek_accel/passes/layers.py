@@ -73,9 +73,11 @@ class LayerStep:
         """hidden_states [B, S, D] -> the layer's output, the same shape. The new tokens are added to `cache`."""
         batch, num_queries, size = hidden_states.shape
         pages, slots = cache.layers[attention.layer_idx].append(batch, num_queries)
-        reach = Reach.of_pages(pages, num_queries, mask)
+        reach = Reach.of_pages(pages, num_queries, pages.narrow(mask))
         place = Place((batch, num_queries), self.rotation(attention, embeddings), slots, reach)
-        return layer_step(line, hidden_states.reshape(-1, size), pages, place).view(hidden_states.shape)
+        out = layer_step(line, hidden_states.reshape(-1, size), pages, place).view(hidden_states.shape)
+        pages.settle(num_queries)
+        return out
 
 
 def layer_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, step: LayerStep, **kwargs: Any) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support import CACHE, A, B, assert_close, fast, greedy, left_pad, logits, prompt, stock
+from support import CACHE, MODELS, A, B, assert_close, fast, greedy, left_pad, logits, prompt, stock
 
-from deepseek_accel.cache import paged_cache
+from deepseek_accel.cache import Window, paged_cache
 from deepseek_accel.testing import relative_error
 
 OFF = dict(sliding_window=8, use_sliding_window=False)
@@ -72,3 +72,23 @@ def test_K10_windows_around_a_page(window):
     for chunk in text.split([1, 14, 1, 1, 16, 17, 5, 20], 1):
         parts.append(logits(fast("qwen2", **options), chunk, **{CACHE: cache}))
     assert_close(torch.cat(parts, 1), expected)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_K08_a_window_with_sinks(model_type):
+    """Output collapses once the sequence exceeds the kept window, from positions that are counted anew.
+
+    The oracle is one unpatched forward whose mask lets row i see j < 2 and i - j < 8, at true positions.
+    """
+    text, at = prompt(40), torch.arange(40)
+    visible = (at[None] <= at[:, None]) & ((at[None] < 2) | (at[:, None] - at[None] < 8))
+    mask = torch.zeros(1, 1, 40, 40).masked_fill(~visible, torch.finfo(torch.float32).min)
+    expected = logits(stock(model_type, attn_implementation="eager"), text, attention_mask=mask, use_cache=False)
+    cache = paged_cache(fast(model_type), 16, eviction=Window(sinks=2, recent=8))
+    actual = run(fast(model_type), text, prefill=1, cache=cache)
+    for i in range(40):
+        assert_close(actual[:, i], expected[:, i])
+    full = logits(stock(model_type), text, use_cache=False)
+    assert_close(actual[:, :10], full[:, :10])
+    assert relative_error(actual[:, 10:], full[:, 10:]) > 0.1, "the window must matter"
+    assert cache.tokens_held == [10] * 3 and cache.pages_in_use == 3

@@ -1,0 +1,168 @@
+"""What a decoding step attended to, key by key, from the scores that the attention kernel left.
+
+The attention kernels write the scores of every head, base 2 and masked, and each part's log2-sum-exp; here the two
+become the mean over heads of p (or of -p log p) and are added to each key's score. The contract is `KeyScores` of
+`ops/key_mass.py`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import launching
+from .combine import Launch, active_parts, compile_case, merge_arguments
+
+BLOCK_KEYS = 128
+BLOCK_HEADS = 16
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_queries", "least_blocks", "raw_stride", "score_stride"])
+def key_mass_kernel(
+    raw,  # [B * H, raw_stride]
+    lse,  # [B * H, num_splits]
+    lengths,  # [B]
+    starts,  # [B] or None
+    live,  # [1] or None
+    scores,  # [B, score_stride]
+    num_splits,
+    num_queries,
+    least_blocks,
+    raw_stride,
+    score_stride,
+    decay,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One query per row. A program adds up TILE keys of a row, head by head in a fixed order."""
+    launching.launch_dependents(PDL)
+    batch = tl.program_id(0).to(tl.int64)
+    keys = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    launching.wait(PDL)
+    length = tl.load(lengths + batch)
+    if live is not None:
+        length = tl.where(batch < tl.load(live), length, 0)
+    if tl.program_id(1) * TILE >= length:
+        return
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + batch)
+    first = batch * 0  # the query, and a head: all heads of one query have equally many parts
+    active = active_parts(
+        lengths,
+        starts,
+        batch,
+        first,
+        first,
+        num_queries,
+        num_splits,
+        least_blocks,
+        GROUP,
+        BLOCK_ROWS,
+        BLOCK_KEYS,
+        CAUSAL,
+    )
+    split = tl.arange(0, BLOCK_SPLITS)
+    present = (keys >= start) & (keys < length)
+    total = tl.zeros((TILE,), tl.float32)
+    for begin in range(0, HEADS, BLOCK_HEADS):
+        head = begin + tl.arange(0, BLOCK_HEADS)
+        row = batch * HEADS + head
+        there = head < HEADS
+        parts = tl.load(
+            lse + row[:, None] * num_splits + split[None, :],
+            mask=there[:, None] & (split < active)[None, :],
+            other=float("-inf"),
+        )
+        largest = tl.max(parts, 1)
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+        whole = largest + tl.log2(tl.sum(tl.exp2(parts - largest[:, None]), 1))
+        score = tl.load(
+            raw + row[:, None] * raw_stride + keys[None, :],
+            mask=there[:, None] & present[None, :],
+            other=float("-inf"),
+        )
+        seen = score > float("-inf")
+        exponent = tl.where(seen, score - whole[:, None], 0.0)
+        mass = tl.where(seen, tl.exp2(exponent), 0.0)
+        if ENTROPY:
+            mass = mass * exponent * -0.6931471805599453
+        total += tl.sum(mass, 0)
+    place = scores + batch * score_stride + keys
+    before = tl.load(place, mask=keys < length, other=0.0)
+    tl.store(place, before * decay + total / HEADS, mask=keys < length)
+
+
+def key_mass_launch(attention: dict[str, Any], raw: torch.Tensor, watch: Any, heads: int, group: int) -> Launch:
+    """After an attention launch with these arguments, which left `raw`. watch: `ops.key_mass.KeyScores`."""
+    merge = merge_arguments(attention, group)
+    del merge["parts"]
+    num_splits = attention["lse"].shape[1]
+    rows, room = watch.scores.shape
+    arguments = {
+        **merge,
+        "raw": raw,
+        "starts": attention["starts"],
+        "live": watch.live,
+        "scores": watch.scores,
+        "num_splits": num_splits,
+        "raw_stride": raw.shape[1],
+        "score_stride": watch.scores.stride(0),
+        "decay": watch.decay,
+        "HEADS": heads,
+        "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
+        "BLOCK_HEADS": BLOCK_HEADS,
+        "TILE": BLOCK_KEYS,
+        "ENTROPY": watch.entropy,
+    }
+    return Launch(key_mass_kernel, (rows, triton.cdiv(room, BLOCK_KEYS)), arguments, num_warps=4, num_stages=2)
+
+
+def compile_cases() -> list[tuple[Any, ...]]:
+    """DeepSeek-V2-Lite and V3 heads, mass and entropy, in a graph and without."""
+    cases = []
+    for heads, num_splits, entropy, graph in ((16, 64, False, True), (128, 16, False, True), (32, 4, True, False)):
+        index = {"dtype": torch.int32, "device": "meta"}
+        number = {"dtype": torch.float32, "device": "meta"}
+        for capability in (80, 90, 100):
+            attention = {
+                "out": None,
+                "lse": torch.empty(2 * heads, num_splits, **number),
+                "lengths": torch.empty(2, **index),
+                "starts": None,
+                "num_queries": 1,
+                "least_blocks": 2,
+                "BLOCK_ROWS": 16,
+                "BLOCK_KEYS": 64,
+                "CAUSAL": False,
+                "PDL": graph and capability >= 90,
+            }
+            watch = key_mass_case(2, 2048, graph, entropy)
+            raw = torch.empty(2 * heads, 2048, **number)
+            launch = key_mass_launch(attention, raw, watch, heads, heads)
+            cases.append(compile_case(f"key_mass H{heads}{' entropy' * entropy}", launch, capability))
+    return cases
+
+
+class KeyScoresLike(NamedTuple):
+    """`ops.key_mass.KeyScores`, which kernels do not import."""
+
+    scores: torch.Tensor
+    decay: float
+    entropy: bool
+    live: torch.Tensor | None
+
+
+def key_mass_case(rows: int, room: int, graph: bool, entropy: bool = False) -> KeyScoresLike:
+    """What a compile case of an attention kernel watches with."""
+    live = torch.empty(1, dtype=torch.int32, device="meta") if graph else None
+    return KeyScoresLike(torch.empty(rows, room, dtype=torch.float32, device="meta"), 0.997, entropy, live)
