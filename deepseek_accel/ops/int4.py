@@ -79,7 +79,7 @@ def round_to_nearest(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, T
     scales = torch.where(spread == 0, 1.0, spread / LEVELS)
     scales = scale_up(scales, weight.dtype)
     zeros = (low / -scales.float()).round_().clamp_(0, LEVELS)
-    codes = groups.div_(scales.float().unsqueeze(-1)).add_(zeros.unsqueeze(-1)).round_().clamp_(0, LEVELS)
+    codes = (groups / scales.float().unsqueeze(-1)).add_(zeros.unsqueeze(-1)).round_().clamp_(0, LEVELS)
     codes = codes.flatten(-2)[..., : weight.shape[-1]].to(torch.uint8)
     return codes, scales, zeros.to(torch.uint8)
 
@@ -95,8 +95,6 @@ class Int4Weight:
     size: int
     """K."""
     group_size: int
-    input_scale: Tensor | None = None
-    """[K] of the model's dtype, or None: what inputs are multiplied by before the product (the inverse of AWQ's s)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,7 +111,7 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.words, self.groups, self.input_scale) if t is not None)
+        return self.words.nbytes + self.groups.nbytes
 
     @property
     def scales(self) -> Tensor:
@@ -136,19 +134,7 @@ class Int4Weight:
         return dataclasses.replace(self, words=self.words[expert], groups=self.groups[expert])
 
     def to(self, device: Any) -> Int4Weight:
-        scale = self.input_scale
-        return dataclasses.replace(
-            self,
-            words=self.words.to(device),
-            groups=self.groups.to(device),
-            input_scale=None if scale is None else scale.to(device),
-        )
-
-    def with_input_scale(self, scale: Tensor | None) -> Int4Weight:
-        """The same weight, whose inputs are multiplied by `scale` [K] first. Raises ValueError on another shape."""
-        if scale is not None and (scale.shape != (self.size,) or scale.dtype != self.dtype):
-            raise ValueError(f"input scale must be [{self.size}] of {self.dtype}, it is {tuple(scale.shape)}")
-        return dataclasses.replace(self, input_scale=scale)
+        return dataclasses.replace(self, words=self.words.to(device), groups=self.groups.to(device))
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Int4Weight:
@@ -180,7 +166,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Int4W
 
 
 def dequantize(weight: Int4Weight, dtype: torch.dtype | None = None) -> Tensor:
-    """The values [..., N, K] in `dtype` (the model's by default), rounded once. `input_scale` is not in them."""
+    """The values [..., N, K] in `dtype` (the model's by default), rounded once."""
     dtype = dtype or weight.dtype
     wide = torch.promote_types(dtype, torch.float32)
     codes = _in_groups(weight.codes(), weight.group_size).to(wide)
