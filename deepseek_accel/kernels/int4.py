@@ -235,15 +235,19 @@ def weight_tile(words, groups, dtype: tl.constexpr, PURE: tl.constexpr):
             zero = _high(groups).to(tl.float16, bitcast=True) + 1024.0
             half = zero.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             zeros = half | (half << 16) | SIGNS
+        # The last assembly does nothing. Triton 3.6 to 3.9 fail where a reshaped tile goes to shared memory as it is.
         if dtype == tl.bfloat16:
             p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
                 BF16_WORDS, CONSTRAINTS, [words, zeros, scales], (tl.bfloat16,) * 8, PURE, 2
             )
+            tile = _in_order(p0, p1, p2, p3, p4, p5, p6, p7)
+            return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.bfloat16, PURE, 2)
         else:
             p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
                 FP16_WORDS, CONSTRAINTS, [words, zeros, scales], (tl.float16,) * 8, PURE, 2
             )
-        return _in_order(p0, p1, p2, p3, p4, p5, p6, p7)
+            tile = _in_order(p0, p1, p2, p3, p4, p5, p6, p7)
+            return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.float16, PURE, 2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -162,7 +162,7 @@ class Tile(NamedTuple):
     inner: int
     warps: int
     stages: int
-    swap: bool = True
+    swap: bool = False
 
 
 @choices.by_device
