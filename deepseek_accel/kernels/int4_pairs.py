@@ -133,9 +133,7 @@ def int4_pair_down_kernel(
         following = tl.minimum(step + 1, K * STEPS - 1)
         next_expert = tl.load(indices + token * K + following // STEPS).to(tl.int64)
         begin = following % STEPS * BLOCK_W
-        next_codes, next_scales = _load_block(
-            words, groups, next_expert, begin, safe, E, D, WORDS, G, GROUP, BLOCK_W
-        )
+        next_codes, next_scales = _load_block(words, groups, next_expert, begin, safe, E, D, WORDS, G, GROUP, BLOCK_W)
         valid = (expert >= 0) & (expert < E)
         weight = tl.load(weights + token * K + k, mask=valid, other=0.0).to(tl.float32)
         size = tl.where(valid, I, 0)

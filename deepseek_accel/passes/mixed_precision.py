@@ -91,7 +91,7 @@ def take_away(parameter: nn.Parameter, drops: bool) -> None:
 
 
 def packed(parameter: nn.Parameter, name: str, group_size: int, calibration: Any, device: torch.device) -> Int4Weight:
-    """The packed form, on `device`, of the parameter called `name`. Raises PlanError if its numbers cannot be packed."""
+    """The packed form, on `device`, of the parameter `name`. Raises PlanError if its numbers cannot be packed."""
     weight = parameter.detach()
     try:
         if calibration is not None and name in calibration.names:
@@ -229,6 +229,13 @@ class MixedPrecision(Pass):
             raise PlanError(f"skip holds {error.pattern!r}, which is no regular expression: {error}") from error
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
+        if self.method == "awq" and self.calibration is None:
+            yield Skip(
+                "calibration",
+                'method="awq" needs one: `calibration = calibrate_awq(model, data)`, then '
+                '`MixedPrecision(calibration=calibration)`. Without data: method="rtn", round to nearest.',
+            )
+            return
         calibration = self._calibration(model)
         names = {id(module): name for name, module in model.named_modules()}
         patterns = self._patterns()
@@ -263,11 +270,6 @@ class MixedPrecision(Pass):
             if self.calibration is not None:
                 raise PlanError('method="rtn" takes no calibration; leave it out, or write method="awq"')
             return None
-        if self.calibration is None:
-            raise PlanError(
-                'method="awq" needs a calibration: `calibration = calibrate_awq(model, data)`, then '
-                '`MixedPrecision(calibration=calibration)`. Without data: method="rtn", round to nearest.'
-            )
         calibration = self.calibration
         if not hasattr(calibration, "quantize"):
             raise PlanError(f"calibration must be what `calibrate_awq` returns, got {type(calibration).__name__}")
