@@ -7,8 +7,8 @@ Two ways, by what is done with the numbers:
   from the sum of a group: `scale * (sum x (code + c) - sum c x - zero * sum x)`, where the sums of x are taken once for
   many rows. The multiplication costs nothing more than the one of the dot product.
 - `weight_tile`, for tensor cores. Two codes of neighbouring words are two 16-bit numbers at once: 128 + code in bf16,
-  1024 + code in fp16. Taking off 128 + zero is exact, and multiplying by the scale rounds once: the tile holds the bits of
-  `ops.int4.dequantize`.
+  1024 + code in fp16. Taking off 128 + zero is exact, and multiplying by the scale rounds once: the tile holds the bits
+  of `ops.int4.dequantize`.
 """
 
 import torch

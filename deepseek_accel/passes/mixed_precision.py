@@ -1,7 +1,8 @@
 """Pack weights in four bits: routed and shared experts and dense MLPs; the rest keeps the model's dtype.
 
-A linear layer stays the object it was: its `weight` becomes None, `_accel_weight` holds the packed form, and its
-`forward` computes with that. Experts keep their two packed tensors in the same way. Undo puts the same parameters back.
+A linear layer stays the object it was: `_accel_weight` holds the packed form, its `forward` computes with that, and its
+`weight` becomes an empty parameter, so that whoever asks still learns device and dtype. Experts keep their two packed
+tensors in the same way. Undo puts the same parameters back.
 """
 
 from __future__ import annotations
@@ -81,13 +82,15 @@ class Kept:
             parameter.data = parameter.data.to(self.device)
 
 
-def take_away(parameter: nn.Parameter, drops: bool) -> None:
-    """In place of a parameter that is packed. A GPU's goes to host memory, also to be dropped when all are packed: an
-    error in between can then still be undone. Others stay where they are."""
+def take_away(parameter: nn.Parameter, drops: bool, device: torch.device) -> nn.Parameter:
+    """What stands for a parameter that is packed. A GPU's own goes to host memory, also to be dropped when all are
+    packed: an error in between can then still be undone. Others stay where they are."""
     data = parameter.data
+    stand_in = nn.Parameter(torch.empty(0, dtype=data.dtype, device=device), requires_grad=False)
     if data.is_cuda:
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=not drops)
         parameter.data = host.copy_(data)
+    return stand_in
 
 
 def packed(parameter: nn.Parameter, name: str, group_size: int, calibration: Any, device: torch.device) -> Int4Weight:
@@ -289,7 +292,7 @@ class MixedPrecision(Pass):
             build = partial(packed, parameter, where, self.group_size, calibration, target)
             yield Edit(module, packed_name(name), build, where)
             kept = Kept(parameter.device, drops)
-            yield Edit(module, name, partial(take_away, parameter, drops), where, kept)
+            yield Edit(module, name, partial(take_away, parameter, drops, target), where, kept)
         if part.parameters == EXPERTS:
             if not context.has("experts"):  # else that pass writes this slot
                 implementation = module.config._experts_implementation
