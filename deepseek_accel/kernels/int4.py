@@ -312,3 +312,14 @@ def launch_dequantize(
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def compile_cases() -> list[tuple]:
+    """(name, kernel, signature, constexprs, options) of V2-Lite's experts in bf16."""
+    names = dequantize_kernel.arg_names
+    types = {"words": "*i32", "groups": "*i32", "out": "*bf16", "num_rows": "i32"}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in ("words", "groups", "out")}
+    fixed = {"K": 2048, "GROUP": 128, "BLOCK_N": 32, "BLOCK_W": 16, "PDL": False}
+    options = {"num_warps": 4, "num_stages": 3, "attrs": attrs}
+    return [("int4-dequantize", dequantize_kernel, signature, fixed, options)]

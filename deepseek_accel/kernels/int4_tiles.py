@@ -350,9 +350,9 @@ def compile_cases() -> list[tuple]:
     attrs = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
     cases = []
     for form, name, size, count, rows in (
-        (GATE_UP, "gate_up", 2048, 1408, (16, 32, 64, 128)),
-        (DOWN, "down", 1408, 2048, (16, 32, 64, 128)),
-        (DENSE, "dense", 10944, 2048, (16, 128)),
+        (GATE_UP, "gate_up", 2048, 1408, (16, 128)),
+        (DOWN, "down", 1408, 2048, (32, 64)),
+        (DENSE, "dense", 10944, 2048, (16,)),
     ):
         for capability in (80, 90, 100):
             for number in rows:
