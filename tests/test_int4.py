@@ -30,6 +30,12 @@ def packed(*shape, dtype=torch.float32, group_size=32, seed=0):
     return quantize((weight * torch.tensor([1.0, 64.0, 1 / 64])[group % 3]).to(dtype), group_size)
 
 
+def is_close(ours, stock, exact):
+    """Within twice the error of torch in the same dtype, and two roundings of the largest value."""
+    error, allowed = relative_error(ours, exact), 2 * relative_error(stock, exact)
+    return error <= allowed + torch.finfo(ours.dtype).eps
+
+
 def by_formula(weight):
     """fp64, one group at a time, from what was packed."""
     codes, scales, zeros = weight.codes().double(), weight.scales.double(), weight.zeros.double()
@@ -138,17 +144,23 @@ def test_linear_in_torch(case, dtype):
     exact = x.double() @ by_formula(weight).T + bias.double() + residual.double()
     ours = int4_linear.int4_linear(x, weight, bias, residual)
     stock = F.linear(x, dequantize(weight), bias) + residual
-    assert torch.equal(ours, stock) and ours.dtype == dtype
+    assert ours.dtype == dtype
+    if int4_linear.takes_native(tokens, weight):
+        assert weight.native and dtype == torch.bfloat16 and size % group_size == count % 16 == 0
+    else:
+        assert torch.equal(ours, stock)
     if tokens:
-        assert relative_error(ours, exact) <= 2 * relative_error(stock, exact) + 1e-6
+        assert is_close(ours, stock, exact)
     assert torch.equal(project(x, (weight,), (bias,), residual=residual)[0], ours)
     norm = (randn(size, dtype=dtype).abs(), 1e-6)
     plain = dequantize(weight)
     mixed = project(x, (weight, plain, up), norm=norm)  # packed and plain weights that share an input
-    assert torch.equal(mixed[0], mixed[1])
+    if tokens:
+        assert relative_error(mixed[0], mixed[1]) < 4 * torch.finfo(dtype).eps
     gated = gated_project(x, weight, up, norm=norm)
     for gate, other in ((plain, up), (weight, dequantize(up))):
-        torch.testing.assert_close(gated_project(x, gate, other, norm=norm), gated)
+        if tokens:
+            assert relative_error(gated_project(x, gate, other, norm=norm), gated) < 8 * torch.finfo(dtype).eps
 
 
 def make_experts(case, dtype, num_shared=0):
@@ -193,10 +205,10 @@ def test_experts_in_torch(case, num_shared, dtype):
     exact = exact_mixture(*inputs)
     plain = (dequantize(gate_up), dequantize(down), shared and tuple(dequantize(weight) for weight in shared))
     stock = mixture(hidden, indices, weights, *plain, residual)
-    assert relative_error(ours, exact) <= 2 * relative_error(stock, exact) + 1e-6
+    assert is_close(ours, stock, exact)
     if shared is not None:  # packed routed experts beside plain shared ones, and the reverse
         for mixed in ((gate_up, down, plain[2]), (*plain[:2], shared)):
-            torch.testing.assert_close(mixture(hidden, indices, weights, *mixed, residual), stock, rtol=2e-2, atol=2e-2)
+            assert is_close(mixture(hidden, indices, weights, *mixed, residual), stock, exact)
 
 
 def test_gradients_reach_the_inputs():

@@ -15,7 +15,7 @@ Letters: N outputs, K inputs, G groups = ceil(K / group_size), E experts.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,6 +94,8 @@ class Int4Weight:
     size: int
     """K."""
     group_size: int
+    native: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """What torch's own operation on a CPU reads, by expert: made by `ops.int4_linear` where it is first used."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -114,7 +116,9 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.groups.nbytes
+        """With what a CPU has made of them for itself."""
+        own = sum(t.nbytes for form in tuple(self.native.values()) for t in form)
+        return self.words.nbytes + self.groups.nbytes + own
 
     @property
     def scales(self) -> Tensor:
@@ -128,9 +132,9 @@ class Int4Weight:
 
     def codes(self) -> Tensor:
         """uint8 [..., N, K], what was packed."""
-        shifts = 4 * torch.arange(8, dtype=torch.int32, device=self.device).unsqueeze(-1)
-        codes = (self.words.unflatten(-1, (-1, 1, 4)) >> shifts) & 15  # [..., N, chunk, place, word]
-        return codes.to(torch.uint8).flatten(-3)[..., : self.size]
+        octets = self.words.view(torch.uint8).unflatten(-1, (-1, 4, 4)).transpose(-1, -2)  # [..., N, chunk, byte, word]
+        codes = torch.stack((octets & 15, octets >> 4), -2)  # [..., N, chunk, byte, half, word]
+        return codes.flatten(-4)[..., : self.size]
 
     def __getitem__(self, expert: Any) -> Int4Weight:
         """One expert of [E, N, K], or rows of [N, K]."""
