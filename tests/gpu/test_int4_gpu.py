@@ -96,7 +96,10 @@ def test_linear_at_every_number_of_tokens(size, count, group_size, dtype):  # Q0
     weight, up = (packed(count, size, dtype=dtype, group_size=group_size) for _ in range(2))
     matrix, other = dequantize(weight), dequantize(up)
     x = torch.randn(max(TOKENS), size, device="cuda", dtype=dtype)
-    bias, norm = torch.randn(count, device="cuda", dtype=dtype), (torch.rand(size, device="cuda").to(dtype) + 0.5, 1e-6)
+    bias, norm = (
+        torch.randn(count, device="cuda", dtype=dtype),
+        (torch.rand(size, device="cuda").to(dtype) * 0.25 + 0.1, 1e-6),
+    )
     residual = torch.randn(len(x), count, device="cuda", dtype=dtype)
     exact = F.linear(x.double(), matrix.double(), bias.double()) + residual.double()
     stock = F.linear(x, matrix, bias) + residual
