@@ -10,12 +10,16 @@ from .errors import (
     RestoreError,
     UnsupportedModelError,
 )
+from .models.deepseek import register
 from .passes.attention import Attention
 from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
 from .passes.mixed_precision import MixedPrecision
+
+register()
+del register
 
 __version__ = "0.1.0"
 

@@ -24,8 +24,8 @@ MAY_IMPORT = {
     "config": {"errors", "passes"},
     "report": {"plan"},
     "api": LOW | {"journal", "plan", "families", "passes", "config", "report"},
-    "__init__": {"api", "config", "errors", "passes"},
-    "models": set(),
+    "__init__": {"api", "config", "errors", "models", "passes"},
+    "models": {"errors"},
     "testing": set(),
 }
 FREE = {"bench", "cli", "__main__"}
