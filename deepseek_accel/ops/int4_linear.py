@@ -1,0 +1,134 @@
+"""Linear layers whose weights are packed in four bits: `ops.int4.Int4Weight` in place of a tensor.
+
+On a GPU one token is a dot product per row (`kernels/int4_dots.py`), some tokens go through tensor cores with weights
+unpacked tile by tile (`kernels/int4_tiles.py`), many with the whole weight unpacked once, for cuBLAS. On a CPU, and
+where a gradient of the input is wanted, the weight is unpacked for torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .choice import uses_triton
+from .int4 import Int4Weight, dequantize
+
+TILE_TOKENS = 128
+"""Up to so many tokens, weights are unpacked tile by tile. Not yet measured."""
+
+# (T, K, N, group_size)
+CASES = [
+    (0, 64, 8, 32),  # no tokens: a launch with an empty grid is an error
+    (1, 64, 24, 32),  # one token, two groups
+    (1, 100, 33, 64),  # K no multiple of a chunk, nor of the group: padding must not count; N odd
+    (3, 192, 40, 128),  # a short last group, as V2-Lite's 10,944 has; several tokens
+    (2, 1056, 16, 32),  # several blocks of words, the last one hardly filled
+    (20, 96, 48, 96),  # a group that is no power of two
+]
+
+
+def check_input(x: Tensor, weight: Int4Weight) -> None:
+    """Raise ValueError unless x [.., K] fits the weight: size, dtype, device."""
+    if x.shape[-1] != weight.size or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x must be [.., {weight.size}] of {weight.dtype}, it is {tuple(x.shape)} of {x.dtype}: the weight was "
+            "packed for that dtype"
+        )
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device}, the packed weight on {weight.device}: packed weights do not move")
+
+
+def unpack(weight: Int4Weight) -> Tensor:
+    """`dequantize(weight)`, in one launch on a GPU: the same bits."""
+    if not uses_triton(weight.device):
+        return dequantize(weight)
+    from ..kernels import int4 as kernel
+
+    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    kernel.launch_dequantize(weight.words, weight.groups, out, weight.group_size)
+    return out
+
+
+def takes_kernels(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether this call runs our kernels: on a GPU, where no gradient is wanted. x [T, K]."""
+    if not uses_triton(x.device):
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
+
+
+def int4_linear_reference(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """The definition: x [.., K] times the values, plus bias and residual. In x's dtype; fp64 too."""
+    out = F.linear(x, dequantize(weight, x.dtype), bias)
+    return out if residual is None else out + residual
+
+
+def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """x [T, K] weight^T + bias + residual -> [T, N], in x's dtype.
+
+    weight [N, K] packed for x's dtype; bias [N] or None; residual [T, N] or None. Sums accumulate in fp32 and, but for
+    many tokens, are rounded once. Differentiable with respect to x, bias and residual, through torch.
+    Raises ValueError if shapes, dtypes or devices do not fit together.
+    """
+    check_input(x, weight)
+    if len(x) == 0:
+        return x.new_empty(0, weight.shape[0])
+    if not takes_kernels(x, bias, residual):
+        out = F.linear(x, unpack(weight), bias)
+        return out if residual is None else out + residual
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    packed = (weight.words, weight.groups)
+    if len(x) == 1:
+        from ..kernels import int4_dots as dots
+
+        return dots.launch(x, packed, None, weight.group_size, bias=bias, residual=residual)
+    if len(x) <= TILE_TOKENS:
+        from ..kernels import int4_tiles as tiles
+
+        return tiles.launch_dense(x, packed, None, weight.group_size, bias, residual)
+    if bias is None and residual is not None:
+        return torch.addmm(residual, x, unpack(weight).t())
+    out = F.linear(x, unpack(weight), bias)
+    return out if residual is None else out.add_(residual)
+
+
+def int4_gated_reference(x: Tensor, gate: Int4Weight, up: Int4Weight) -> Tensor:
+    """The definition: silu(x gate^T) * (x up^T)."""
+    return F.silu(int4_linear_reference(x, gate)) * int4_linear_reference(x, up)
+
+
+def int4_gated(x: Tensor, gate: Int4Weight, up: Int4Weight, norm: tuple[Tensor, float] | None = None) -> Tensor:
+    """silu(h gate^T) * (h up^T) -> [T, I], with h = rms_norm(x), or x without a norm; x [T, K], gate and up [I, K].
+
+    As `int4_linear`. Raises ValueError if shapes, dtypes or devices do not fit together.
+    """
+    from .rms_norm import rms_norm
+
+    check_input(x, gate)
+    check_input(x, up)
+    if gate.shape != up.shape or gate.group_size != up.group_size:
+        raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape and one group size")
+    if len(x) == 0:
+        return x.new_empty(0, gate.shape[0])
+    kernels = takes_kernels(x, None if norm is None else norm[0])
+    first, second = (gate.words, gate.groups), (up.words, up.groups)
+    if kernels and len(x) == 1:
+        from ..kernels import int4_dots as dots
+
+        return dots.launch(x, first, second, gate.group_size, norm)
+    normed = x if norm is None else rms_norm(x, *norm)
+    if not kernels:
+        return F.silu(F.linear(normed, unpack(gate))) * F.linear(normed, unpack(up))
+    if normed.stride(1) != 1:
+        normed = normed.contiguous()
+    if len(x) <= TILE_TOKENS:
+        from ..kernels import int4_tiles as tiles
+
+        return tiles.launch_dense(normed, first, second, gate.group_size)
+    from ..kernels import projection
+
+    gates = F.linear(normed, unpack(gate))
+    return projection.launch_silu_mul(gates, F.linear(normed, unpack(up)))
