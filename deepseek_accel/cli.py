@@ -53,9 +53,9 @@ def checkpoint_plan(directory: str, config: str | None = None, device_name: str 
     from . import api, families
     from .bench.environment import dtype_name, resolve_device
     from .bench.floor import cache_of
-    from .bench.shapes import local_config
     from .config import OptimizeConfig
     from .errors import UnsupportedModelError
+    from .quantization.files import local_config
 
     options = OptimizeConfig.lossless() if config is None else OptimizeConfig.from_json(config)
     device = resolve_device(device_name)

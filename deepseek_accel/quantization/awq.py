@@ -63,8 +63,8 @@ def calibrate_awq(
 
     data: texts, which need `tokenizer` and are cut at 1,024 tokens; or token tensors [1, T].
     group_size: neighbouring inputs that share a scale; a multiple of 32.
-    targets: "experts" (routed), "mlp" (dense and shared). skip: names of modules to leave out, or regular expressions
-        that match them whole.
+    targets: "experts" (routed and shared), "mlp" (dense). skip: MLPs to leave out: names of modules or regular
+        expressions, matched whole against the MLP's name, parts of it, and the modules around it.
     feedback: let each column make up for the rounding of those before it; False is AWQ as published.
     folder: where finished layers are written. Called again with the same model, data and options, it goes on there; a
         folder of another calibration is an error. None keeps everything in memory.

@@ -14,7 +14,7 @@ from ..families.base import Family
 from ..watch import is_silu, why_foreign
 
 TARGETS = ("experts", "mlp")
-"""What can be calibrated. "experts": routed experts. "mlp": dense MLPs and shared experts."""
+"""What can be calibrated. "experts": routed and shared experts. "mlp": dense MLPs."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,16 @@ def parameter(model: nn.Module, name: str) -> Tensor:
     return value
 
 
-def is_skipped(where: str, skip: Collection[str]) -> bool:
-    """Whether a pattern matches the name of a module whole, or of one it is in, or that name without the base model's.
+def is_named(name: str, patterns: Collection[str]) -> bool:
+    """Whether a pattern matches the whole of a module's name, of one around it, or of the last parts of either.
 
-    "layers.1" and "model.layers.1" name layer 1 and all in it, not layer 10; "gate" nothing but a module of that name.
+    "layers.1" and "model.layers.1" name layer 1 and all in it, not layer 10; "gate" not gate_proj. Patterns may be
+    regular expressions.
     """
-    parts = where.split(".")
-    starts = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    names = {*starts, *(start.partition(".")[2] for start in starts), parts[-1]}
-    return any(re.fullmatch(pattern, name) for pattern in skip for name in names)
+    words = name.split(".")
+    ends = range(1, len(words) + 1)
+    runs = {".".join(words[begin:end]) for end in ends for begin in range(end)}
+    return any(re.fullmatch(pattern, run) for pattern in patterns for run in runs)
 
 
 def why_not_gated(module: Any, routed: bool) -> str | None:
@@ -112,7 +113,7 @@ def _mlps(layer: Any, where: str) -> Iterator[tuple[str, GatedMLP]]:
         return
     yield "experts", GatedMLP(mlp.experts, f"{where}.mlp.experts", True)
     if getattr(mlp, "shared_experts", None) is not None:
-        yield "mlp", GatedMLP(mlp.shared_experts, f"{where}.mlp.shared_experts", False)
+        yield "experts", GatedMLP(mlp.shared_experts, f"{where}.mlp.shared_experts", False)
 
 
 def find_blocks(model: nn.Module, family: Family, targets: Collection[str], skip: Collection[str]) -> list[Block]:
@@ -126,7 +127,7 @@ def find_blocks(model: nn.Module, family: Family, targets: Collection[str], skip
     for index, layer in enumerate(family.layers(model)):
         where = names[id(layer)]
         found = list(_mlps(layer, where))
-        chosen = [m for target, m in found if target in targets and not is_skipped(m.where, skip)]
+        chosen = [m for target, m in found if target in targets and not is_named(m.where, skip)]
         for mlp in chosen:
             if (why := why_not_gated(mlp.module, mlp.routed)) is not None:
                 raise PlanError(f"{mlp.where} cannot be calibrated: {why}. Name it in `skip` to leave it out.")

@@ -108,6 +108,11 @@ class AwqCalibration:
         codes = unpack_nibbles(self._tensor(name, "codes"), weight.shape[-1])
         return codes, self._tensor(name, "scales"), self._tensor(name, "zeros")
 
+    def stored(self, name: str, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes [N, K], scales and zeros [N, G] of one expert of a 3-D weight, read alone."""
+        codes, scales, zeros = (self._tensor(name, what, expert) for what in ("codes", "scales", "zeros"))
+        return unpack_nibbles(codes, self._index["weights"][name]["shape"][-1]), scales, zeros
+
     def rescaled(self, name: str, tensor: Tensor) -> Tensor:
         """What a weight in 16 bits must become beside quantised ones: exact powers of two, same dtype."""
         if name not in self.rescaled_names:
@@ -123,12 +128,12 @@ class AwqCalibration:
         )
         return columns, rows
 
-    def _tensor(self, name: str, what: str) -> Tensor:
-        layer = self._layer(self._index["weights"][name]["layer"])
+    def _tensor(self, name: str, what: str, expert: int | None = None) -> Tensor:
+        layer, key = self._layer(self._index["weights"][name]["layer"]), f"{name}:{what}"
         if isinstance(layer, dict):
-            value: Tensor = layer[f"{name}:{what}"]
+            value: Tensor = layer[key] if expert is None else layer[key][expert]
         else:
-            value = layer.get_tensor(f"{name}:{what}")
+            value = layer.get_tensor(key) if expert is None else layer.get_slice(key)[expert]
         return value
 
     def _layer(self, index: int) -> Any:

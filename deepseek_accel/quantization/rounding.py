@@ -141,3 +141,18 @@ def cost(weight: Tensor, hessian: Tensor, group_size: int, dtype: torch.dtype, c
         error[..., start : start + group_size] = (snap(part, scale, zero) - zero) * scale - part
     error /= columns[:, None]
     return ((error @ hessian) * error).sum((-1, -2))
+
+
+def nearest(weight: Tensor, group_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """weight [N, K] rounded to nearest -> uint8 codes [N, K], fp32 scales that are values of `dtype`, uint8 zeros [N, G].
+
+    What `ops.int4.round_to_nearest` gives where `dtype` is the weight's. Raises ValueError if it is not finite.
+    """
+    value = weight.float()
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError("the weight holds a NaN or an infinity")
+    ranges = [group_range(part, 1.0, dtype) for part in value.split(group_size, -1)]
+    scales, zeros = (torch.stack([r[i] for r in ranges], -1) for i in (0, 1))
+    size = weight.shape[-1]
+    codes = snap(value, per_column(scales, size, group_size), per_column(zeros, size, group_size))
+    return codes.to(torch.uint8), scales, zeros.to(torch.uint8)
