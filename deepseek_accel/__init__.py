@@ -15,6 +15,7 @@ from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
+from .passes.mixed_precision import MixedPrecision
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "FusedExperts",
     "FusedLayers",
     "KVCache",
+    "MixedPrecision",
     "OptimizeConfig",
     "PlanError",
     "RestoreError",

@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "errors": set(),
     "versions": {"errors"},
     "journal": {"errors"},
-    "plan": {"errors"},
+    "plan": {"errors", "journal"},
     "kernels": {"errors"},
     "ops": {"errors", "kernels"},
     "families": LOW,

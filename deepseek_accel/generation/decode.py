@@ -19,7 +19,7 @@ from ..ops.choice import prebuild, why_not_triton
 from ..versions import cache_argument
 from ..watch import count
 from .graphs import POSTS, GraphRun, NoRoom, StepGraphs
-from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, read_model
+from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, is_packed, read_model
 from .prefill import entry_sizes, prefill
 from .prompt_graphs import size_class
 from .reuse import Reuse, begin_reuse
@@ -509,7 +509,8 @@ class _Sampling:
         layers = self.stepper.model.layers
         mixtures = sum(isinstance(layer.mlp, Mixture) for layer in layers)
         counted = {step: len(layers), attention: len(layers), "experts: fused router": mixtures}
-        for what, each in (counted | {"experts: fused": mixtures}).items():
+        packed = sum(is_packed(layer) for layer in layers)
+        for what, each in (counted | {"experts: fused": mixtures, "mixed_precision: packed layers": packed}).items():
             if times * each:
                 self.loop.counters[what] += times * each
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops.int4 import Int4Weight
 from ..watch import is_called
 
 PROBES = 32
@@ -29,8 +30,8 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, p
 class Fingerprint:
     """One model at one moment.
 
-    tensors: parameters and buffers, in the order of modules. values: some of their contents. state: numbers, names and
-    switches of the modules, active adapters among them; hashable.
+    tensors: parameters, buffers and packed weights, in the order of modules. values: some of their contents. state:
+    numbers, names and switches of the modules, active adapters among them; hashable.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,6 +47,9 @@ class Fingerprint:
             for table in (known["_parameters"], known["_buffers"]):
                 if table:
                     tensors += table.values()
+            for value in known.values():
+                if isinstance(value, Int4Weight):
+                    tensors += value.tensors()
             kind = type(module)
             # functions are held, not numbered: another one may get the number of one that is gone
             state += (kind, kind.forward, known["training"])

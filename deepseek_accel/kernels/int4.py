@@ -99,7 +99,7 @@ def _shifted(words, place: tl.constexpr):
 def _lift(words, PTX: tl.constexpr, mask: tl.constexpr, number: tl.constexpr):
     """The fp32 number whose bits are words & mask | number. In assembly it is one instruction, else the compiler
     prefers two."""
-    if INTERPRETED:
+    if INTERPRETED:  # noqa: SIM108, one is known when it compiles
         bits = (words & mask) | number
     else:
         bits = tl.inline_asm_elementwise(PTX, "=r,r", [words], tl.int32, True, 1)

@@ -325,7 +325,7 @@ def launch_experts(
 
 
 def compile_cases() -> list[tuple]:
-    """(name, kernel, signature, constexprs, options) for V2-Lite in bf16: experts with shared ones, and its dense MLP."""
+    """(name, kernel, signature, constexprs, options) for V2-Lite in bf16: experts and its dense MLP."""
     numbers = ("x", "bias", "residual", "out")
     packed = ("words", "groups", "more_words", "more_groups", "up_words", "up_groups")
     types = dict.fromkeys(numbers, "*bf16") | dict.fromkeys((*packed, "order", "tiles"), "*i32")

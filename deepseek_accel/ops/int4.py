@@ -109,6 +109,10 @@ class Int4Weight:
     def device(self) -> torch.device:
         return self.words.device
 
+    def element_size(self) -> int:
+        """Bytes of a number of `dtype`, as of an unpacked weight."""
+        return self.dtype.itemsize
+
     @property
     def nbytes(self) -> int:
         return self.words.nbytes + self.groups.nbytes
@@ -132,6 +136,9 @@ class Int4Weight:
     def __getitem__(self, expert: Any) -> Int4Weight:
         """One expert of [E, N, K], or rows of [N, K]."""
         return dataclasses.replace(self, words=self.words[expert], groups=self.groups[expert])
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.words, self.groups
 
     def to(self, device: Any) -> Int4Weight:
         return dataclasses.replace(self, words=self.words.to(device), groups=self.groups.to(device))

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .experts import Shared, Weight, fused_experts
 from .experts import mixture as plain_mixture
 from .int4 import Int4Weight, dequantize
-from .int4_linear import check_input, int4_gated, int4_linear, takes_kernels, unpack
-
-Shared = tuple[Int4Weight, Int4Weight, Int4Weight]
+from .int4_linear import check_input, takes_kernels, unpack
+from .projection import gated_project, project
 
 UNPACK_ROWS = 256
 """From so many rows of an expert on, all experts are unpacked once and run as 16-bit ones. Not yet measured."""
@@ -83,31 +83,39 @@ def int4_mixture(
     hidden: Tensor,
     indices: Tensor,
     weights: Tensor,
-    gate_up: Int4Weight,
-    down: Int4Weight,
+    gate_up: Weight,
+    down: Weight,
     shared: Shared | None,
     residual: Tensor,
 ) -> Tensor:
-    """residual + shared experts + `int4_experts`, where no gradient is wanted; as `ops.experts.mixture`.
+    """residual + shared experts + routed experts, some of whose weights are packed; else as `ops.experts.mixture`.
 
-    shared: gate [J, D], up [J, D] and down [D, J], packed. They run in the launches of the routed ones where J is a
-    multiple of I and I one of the group size.
+    Where all are packed in one group size, J is a multiple of I and I one of the group size, shared experts run in the
+    launches of the routed ones.
     """
-    if takes_kernels(hidden) and len(hidden):
-        _check(hidden, indices, weights, gate_up, down)
-        if shared is None or _rides(shared, down):
-            return _launch(hidden, indices, weights, gate_up, down, shared, residual)
-    out = residual + int4_experts(hidden, indices, weights, gate_up, down)
+    if isinstance(gate_up, Int4Weight) and isinstance(down, Int4Weight):
+        if takes_kernels(hidden) and len(hidden) and (packed := _riding(shared, down)) is not None:
+            _check(hidden, indices, weights, gate_up, down)
+            return _launch(hidden, indices, weights, gate_up, down, packed or None, residual)
+        out = residual + int4_experts(hidden, indices, weights, gate_up, down)
+    elif isinstance(gate_up, Int4Weight) or isinstance(down, Int4Weight):
+        raise ValueError("either both of an expert's weights are packed, or none is")
+    else:
+        out = residual + fused_experts(hidden, indices, weights, gate_up, down)
     if shared is None:
         return out
     gate, up, shared_down = shared
-    return int4_linear(int4_gated(hidden, gate, up), shared_down, residual=out)
+    return project(gated_project(hidden, gate, up), (shared_down,), residual=out)[0]
 
 
-def _rides(shared: Shared, down: Int4Weight) -> bool:
-    intermediate = down.shape[2]
-    same = all(weight.group_size == down.group_size for weight in shared)
-    return same and shared[0].shape[0] % intermediate == 0 and intermediate % down.group_size == 0
+def _riding(shared: Shared | None, down: Int4Weight) -> tuple[Int4Weight, ...] | None:
+    """The shared experts where they can run as routed ones do, () if there are none, None where they cannot."""
+    if shared is None:
+        return ()
+    packed = tuple(weight for weight in shared if isinstance(weight, Int4Weight))
+    intermediate, group_size = down.shape[2], down.group_size
+    fits = shared[0].shape[0] % intermediate == 0 and intermediate % group_size == 0
+    return packed if fits and len(packed) == 3 and all(w.group_size == group_size for w in packed) else None
 
 
 def _launch(
@@ -116,7 +124,7 @@ def _launch(
     weights: Tensor,
     gate_up: Int4Weight,
     down: Int4Weight,
-    shared: Shared | None,
+    shared: tuple[Int4Weight, ...] | None,
     residual: Tensor | None,
 ) -> Tensor:
     num_experts, size, intermediate = down.shape

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .choice import uses_triton
 from .int4 import Int4Weight, dequantize
+from .rms_norm import rms_norm
 
 TILE_TOKENS = 128
 """Up to so many tokens, weights are unpacked tile by tile. Not yet measured."""
@@ -52,7 +53,7 @@ def unpack(weight: Int4Weight) -> Tensor:
 
 def takes_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether this call runs our kernels: on a GPU, where no gradient is wanted. x [T, K]."""
-    if not uses_triton(x.device):
+    if not uses_triton(x.device) or torch.compiler.is_compiling():
         return False
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
 
@@ -105,14 +106,15 @@ def int4_gated(x: Tensor, gate: Int4Weight, up: Int4Weight, norm: tuple[Tensor, 
 
     As `int4_linear`. Raises ValueError if shapes, dtypes or devices do not fit together.
     """
-    from .rms_norm import rms_norm
-
     check_input(x, gate)
     check_input(x, up)
-    if gate.shape != up.shape or gate.group_size != up.group_size:
-        raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape and one group size")
+    if gate.shape != up.shape:
+        raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape")
     if len(x) == 0:
         return x.new_empty(0, gate.shape[0])
+    if gate.group_size != up.group_size:
+        normed = x if norm is None else rms_norm(x, *norm)
+        return F.silu(int4_linear(normed, gate)) * int4_linear(normed, up)
     kernels = takes_kernels(x, None if norm is None else norm[0])
     first, second = (gate.words, gate.groups), (up.words, up.groups)
     if kernels and len(x) == 1:
