@@ -10,18 +10,22 @@ from .errors import (
     RestoreError,
     UnsupportedModelError,
 )
+from .loading import load_quantized
 from .passes.attention import Attention
 from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
 from .passes.mixed_precision import MixedPrecision
+from .quantization.awq import calibrate_awq
+from .quantization.calibration import AwqCalibration
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AccelError",
     "Attention",
+    "AwqCalibration",
     "CUDAGraphs",
     "CacheFullError",
     "CheckpointError",
@@ -33,6 +37,8 @@ __all__ = [
     "PlanError",
     "RestoreError",
     "UnsupportedModelError",
+    "calibrate_awq",
+    "load_quantized",
     "optimize",
     "plan",
     "report",

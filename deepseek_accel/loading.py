@@ -18,7 +18,7 @@ from .passes.base import Pass
 from .passes.mixed_precision import MixedPrecision
 from .quantization.blocks import owner_of
 from .quantization.files import local_config
-from .quantization.read import EXPERT, QuantizedFiles, check_config, persistent_buffers
+from .quantization.read import QuantizedFiles, check_config, persistent_buffers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,11 +63,10 @@ def load_quantized(
 def _dtype(dtype: Any, config: Any) -> torch.dtype:
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float16
-    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
-        raise PlanError(f'dtype must be "auto" or one of {", ".join(DTYPES)}, got {dtype!r}')
-    result: torch.dtype = found
-    return result
+    for name, value in DTYPES.items():
+        if dtype in (name, value):
+            return value
+    raise PlanError(f'dtype must be "auto" or one of {", ".join(DTYPES)}, got {dtype!r}')
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:
@@ -124,22 +123,23 @@ def _unpacked(files: QuantizedFiles, name: str, like: torch.Tensor, dtype: torch
 
 def _passes(model: Any, files: QuantizedFiles, config: Iterable[Pass] | None) -> OptimizeConfig:
     """MixedPrecision for exactly what is stored in four bits, and the passes asked for."""
-    others = OptimizeConfig.lossless() if config is None else OptimizeConfig.of(config)
-    if any(isinstance(p, MixedPrecision) for p in others.passes):
+    others = OptimizeConfig.lossless().passes if config is None else tuple(config)
+    if any(isinstance(p, MixedPrecision) for p in others):
         raise PlanError("load_quantized makes the MixedPrecision pass itself, from the checkpoint; leave it out")
     stored = {name.rpartition(".")[0] for name in files.names} | set(files.experts)
-    targets = {"experts", "mlp"} | {"attention"} * any(".self_attn." in name for name in stored)
-    targets |= {"lm_head"} * ("lm_head" in stored)
+    targets = ["experts", "mlp"]
+    targets += ["attention"] * any(".self_attn." in name for name in stored)
+    targets += ["lm_head"] * ("lm_head" in stored)
     kept = [name for name, module in model.named_modules() if _may_be_packed(name, module) and name not in stored]
     kept += [name for name in stored if name.endswith("kv_b_proj")]
     mixed = MixedPrecision(
         group_size=files.group_size,
-        targets=tuple(sorted(targets)),
+        targets=tuple(targets),
         skip=tuple(re.escape(name) for name in kept),
         calibration=files,
         originals="drop",
     )
-    return OptimizeConfig((mixed, *others.passes), allow_skips=True)
+    return OptimizeConfig((mixed, *others), allow_skips=True)
 
 
 def _may_be_packed(name: str, module: Any) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import AccelError, CheckpointError
+from ..errors import AccelError
 from ..quantization.files import local_config
 
 

@@ -1,7 +1,8 @@
 """4-bit weights: how they are chosen (AWQ, arXiv 2306.00978) and how checkpoints hold them.
 
-A quantised weight is `(code - zero) * scale`: codes uint8 0..15 [..., N, K] (N out, K in features; experts lead with E),
-scales [..., N, G] in the model's dtype, zeros uint8 [..., N, G]; G = ceil(K / group_size), the last group may be short.
+A quantised weight is `(code - zero) * scale`: codes uint8 0..15 [..., N, K] (N out, K in features; experts lead with
+E), scales [..., N, G] in the model's dtype, zeros uint8 [..., N, G]; G = ceil(K / group_size), the last group may be
+short.
 
 What a pass or a writer needs of a calibration, with NAME the qualified name of a parameter, such as
 "model.layers.0.mlp.down_proj.weight" or "model.layers.1.mlp.experts.gate_up_proj":
@@ -10,9 +11,9 @@ What a pass or a writer needs of a calibration, with NAME the qualified name of 
     calibration.group_size                 what it was made for
     calibration.names                      frozenset of NAMEs it was made for; others are rounded to nearest
     calibration.quantize(NAME, weight)     -> codes, scales, zeros of one weight of the original model
-    calibration.rescaled_names             NAMEs that stay in 16 bits but must change: norms and routers
-    calibration.rescaled(NAME, tensor)     -> the new tensor, same shape and dtype; for a NAME outside `rescaled_names`
-                                           also right: what a calibrated weight must become if it is not quantised
+    calibration.rescaled_names             NAMEs that must change if they stay in 16 bits: norms, routers, and what a
+                                           pass leaves out
+    calibration.rescaled(NAME, tensor)     -> the new tensor, same shape and dtype; the same object for any other NAME
 
 AWQ scales the columns of a weight and divides its input by the same numbers. Here they are powers of two and are folded
 into what makes the input: into the norm before gate and up rows (the router's columns get them back), and into the up

@@ -91,6 +91,8 @@ def calibrate_awq(
         "rows": None,
     }
     path = None if folder is None else Path(folder)
+    if path is not None and (path / INDEX).exists() and _is_finished(path, index):
+        return AwqCalibration.load(path)
     finished = {} if path is None else _resume(path, index)
     done: dict[int, dict[str, Tensor]] = {}
     with torch.no_grad():
@@ -134,18 +136,23 @@ def _entries(model: nn.Module, block: Block) -> Iterator[tuple[str, dict[str, An
         yield name, entry | {"digest": digest(weight)}
 
 
-def _resume(folder: Path, index: dict[str, Any]) -> dict[int, Any]:
-    """Open files of finished layers. Starts the folder if there is none of it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / INDEX).exists():
-        write_index(folder, index)
-        return {}
+def _is_finished(folder: Path, index: dict[str, Any]) -> bool:
+    """Whether a folder holds this very calibration, whole. Raises CheckpointError if it holds another."""
     known = read_index(folder)
     for key, value in index.items():
         if key != "rows" and known.get(key) != value:
             raise CheckpointError(
                 f"{folder} holds a calibration with other {key}; use another folder, or delete this one to start anew"
             )
+    return known.get("rows") is not None
+
+
+def _resume(folder: Path, index: dict[str, Any]) -> dict[int, Any]:
+    """Open files of finished layers. Starts the folder if there is none of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / INDEX).exists():
+        write_index(folder, index)
+        return {}
     return {
         number: open_layer(folder, number, expected_tensors(index, number))
         for number in index["layers"]
@@ -303,9 +310,7 @@ def _values(tensors: dict[str, Tensor], name: str, like: Tensor, group_size: int
     for e in range(len(like)) if like.dim() == 3 else (...,):
         codes, scales, zeros = (part[e].to(like.device) for part in parts)  # type: ignore[index]
         codes = unpack_nibbles(codes, like.shape[-1]).float()
-        zero, scale = (
-            x.float().repeat_interleave(group_size, -1)[..., : like.shape[-1]] for x in (zeros, scales)
-        )
+        zero, scale = (x.float().repeat_interleave(group_size, -1)[..., : like.shape[-1]] for x in (zeros, scales))
         out[e] = ((codes - zero) * scale).to(out.dtype)  # type: ignore[index]
     return out
 

@@ -1,4 +1,4 @@
-"""What of a model AWQ calibrates: the gated MLPs of its layers, dense, shared and routed, by the names of their weights."""
+"""What of a model AWQ calibrates: the gated MLPs of its layers, dense, shared and routed, by the names of weights."""
 
 from __future__ import annotations
 

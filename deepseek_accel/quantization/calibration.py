@@ -176,7 +176,9 @@ class AwqCalibration:
         return AwqCalibration, (self._index, self._layers, self._folder)
 
     def __repr__(self) -> str:
-        return f"AwqCalibration({len(self.names)} weights, {len(self._index['layers'])} layers, group {self.group_size})"
+        return (
+            f"AwqCalibration({len(self.names)} weights, {len(self._index['layers'])} layers, group {self.group_size})"
+        )
 
 
 def expected_tensors(index: dict[str, Any], layer: int) -> set[str]:

@@ -76,7 +76,9 @@ class TensorFiles:
                 self._open(file)
             for name, file in listed.items():
                 if self._where.get(name, (None, ""))[1] != file:
-                    raise CheckpointError(f"{self.directory / file} has no tensor {name!r}, which {INDEX} says it holds")
+                    raise CheckpointError(
+                        f"{self.directory / file} has no tensor {name!r}, which {INDEX} says it holds"
+                    )
         elif (self.directory / WHOLE).is_file():
             self._open(WHOLE)
         else:

@@ -113,7 +113,7 @@ class QuantizedFiles:
             else:
                 sources = self.sources(name, expected)
                 if sources is None:
-                    if name in getattr(model, "_tied_weights_keys", None) or {} and model.config.tie_word_embeddings:
+                    if name in getattr(model, "_tied_weights_keys", None) or ({} and model.config.tie_word_embeddings):
                         continue
                     raise CheckpointError(f"the checkpoint has no {name}, which the model needs")
                 used |= set(sources)
@@ -138,14 +138,20 @@ class QuantizedFiles:
             for part in parts:
                 module = f"{where}.{expert}.{part}"
                 if module not in self.modules:
-                    raise CheckpointError(f"{module}.qweight is missing, though other experts of the layer are in 4 bits")
+                    raise CheckpointError(
+                        f"{module}.qweight is missing, though other experts of the layer are in 4 bits"
+                    )
                 used |= {f"{module}.{suffix}" for suffix in SUFFIXES}
                 shapes.append(self.modules[module])
             if any(shape[1] != expected[-1] for shape in shapes):
-                raise CheckpointError(f"{where}.{expert}: inputs {[s[1] for s in shapes]}, the model has {expected[-1]}")
+                raise CheckpointError(
+                    f"{where}.{expert}: inputs {[s[1] for s in shapes]}, the model has {expected[-1]}"
+                )
             outputs = sum(shape[0] for shape in shapes)
             if outputs != expected[1]:
-                raise CheckpointError(f"{where}.{expert}: outputs {[s[0] for s in shapes]}, the model has {expected[1]}")
+                raise CheckpointError(
+                    f"{where}.{expert}: outputs {[s[0] for s in shapes]}, the model has {expected[1]}"
+                )
         return (self.experts[where], outputs, expected[-1])
 
     def sources(self, name: str, shape: tuple[int, ...]) -> list[str] | None:

@@ -93,7 +93,7 @@ class _Part:
     expert: int | None
     parameter: str
     """The model's parameter it is (a part of)."""
-    rows: slice = slice(None)
+    rows: slice
     """Which of that parameter's outputs."""
 
     @property
@@ -202,7 +202,7 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[_Part]:
     """The matrices of a tensor that can be quantised; none of other tensors, or of layers beyond the model's (MTP)."""
     if (match := WEIGHT.fullmatch(name)) and int(match["layer"]) < config.num_hidden_layers:
         if match["expert"] is None:
-            yield _Part(name, tensor, None, name)
+            yield _Part(name, tensor, None, name, slice(None))
             return
         width = tensor.shape[0]
         stacked = "down_proj" if match["which"] == "down" else "gate_up_proj"
@@ -212,7 +212,7 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[_Part]:
         where = name.rpartition(".")[0]
         for expert, weight in enumerate(tensor):
             if match["which"] == "down":
-                yield _Part(f"{where}.{expert}.down_proj.weight", weight.clone(), expert, name)
+                yield _Part(f"{where}.{expert}.down_proj.weight", weight.clone(), expert, name, slice(None))
                 continue
             width = weight.shape[0] // 2
             for which, rows in (("gate", slice(0, width)), ("up", slice(width, None))):
