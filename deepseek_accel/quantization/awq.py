@@ -83,7 +83,7 @@ def calibrate_awq(
     blocks = find_blocks(inner, family, targets, skip)
     tokens = _tokens(data, tokenizer)
     options = {"group_size": group_size, "feedback": feedback}
-    index = options | {
+    index: dict[str, Any] = options | {
         "format": FORMAT,
         "data": hashlib.sha256(b"".join(t.numpy().tobytes() for t in tokens)).hexdigest()[:16],
         "layers": [block.index for block in blocks],

@@ -1,8 +1,8 @@
 """A finished AWQ calibration: the codes of every weight it was made for, and what changes beside them.
 
 On disk a folder: `calibration.json`, and one safetensors file per layer, which is read when it is asked for. In a file,
-with NAME of a weight: `NAME:codes` (two a byte, the even input low), `NAME:scales`, `NAME:zeros`, and where they are not
-all zero `NAME:columns` and `NAME:rows`, int8 exponents: the weight was multiplied by 2^columns and divided by 2^rows.
+with NAME of a weight: `NAME:codes` (two a byte, the even input low), `NAME:scales`, `NAME:zeros`, and where not all zero
+ `NAME:columns` and `NAME:rows`, int8 exponents: the weight was multiplied by 2^columns and divided by 2^rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def layer_file(index: int) -> str:
 
 
 def rescale(tensor: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
-    """tensor * 2^columns / 2^rows, in its own dtype. rows [N] or [E, N] against [..., N, K]; of a norm, its one axis."""
+    """tensor * 2^columns / 2^rows, in its own dtype. rows [N] or [E, N] of [..., N, K]; of a norm, its one axis."""
     value = tensor.float()
     if columns is not None:
         value = value * torch.exp2(columns.to(value.device).float()).unsqueeze(-2)

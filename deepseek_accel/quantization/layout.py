@@ -39,7 +39,7 @@ def from_words(words: Tensor) -> Tensor:
 
 
 def to_awq(codes: Tensor, scales: Tensor, zeros: Tensor) -> dict[str, Tensor]:
-    """codes [N, K], scales and zeros [N, G] -> the three tensors. Raises ValueError for a scale that fp16 cannot hold."""
+    """codes [N, K], scales and zeros [N, G] -> the three tensors. Raises ValueError for a scale beyond fp16."""
     half = scales.T.contiguous().to(torch.float16)
     if not bool(torch.isfinite(half).all()):
         raise ValueError(f"a scale of {float(scales.max())} is beyond fp16, in which this layout holds scales")
@@ -47,7 +47,7 @@ def to_awq(codes: Tensor, scales: Tensor, zeros: Tensor) -> dict[str, Tensor]:
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three tensors -> codes [N, K], scales fp16 [N, G], zeros [N, G]. Raises ValueError if a scale is not finite."""
+    """The three tensors -> codes [N, K], scales and zeros [N, G]. Raises ValueError if a scale is not finite."""
     if not bool(torch.isfinite(scales).all()):
         raise ValueError("a scale is a NaN or an infinity")
     return (from_words(qweight).T.contiguous(), scales.T.contiguous(), from_words(qzeros).T.contiguous())

@@ -106,6 +106,9 @@ class QuantizedFiles:
         layers = getattr(model.config, "num_hidden_layers", None)
         parameters = dict(model.named_parameters())
         used: set[str] = set()
+        config: Any = model.config
+        keys: Any = getattr(model, "_tied_weights_keys", None) or ()
+        tied = set(keys) if config.tie_word_embeddings else set()
         for name, value in [*parameters.items(), *persistent_buffers(model)]:
             expected = tuple(value.shape)
             if name in self.names:
@@ -113,7 +116,7 @@ class QuantizedFiles:
             else:
                 sources = self.sources(name, expected)
                 if sources is None:
-                    if name in getattr(model, "_tied_weights_keys", None) or ({} and model.config.tie_word_embeddings):
+                    if name in tied:
                         continue
                     raise CheckpointError(f"the checkpoint has no {name}, which the model needs")
                 used |= set(sources)

@@ -4,8 +4,8 @@ Everything here sees the inputs x [T, K] of a weight through H = x^T x / T alone
 trace(D H D^T), the squared error of the output per token. All take a batch of E weights.
 
     clipped ranges   AWQ, arXiv 2306.00978, section 3.2: each group's range is shrunk as far as that lowers the cost
-    feedback         GPTQ, arXiv 2210.17323: the error of a rounded column is made up for in the columns after it. Columns
-                     are taken by falling H[k, k]; groups stay where they are, so that no order needs to be stored.
+    feedback         GPTQ, arXiv 2210.17323: the error of a rounded column is made up for in the columns after it.
+                     Columns are taken by falling H[k, k]; groups stay where they are, so that no order is stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = 128
 
 
 def group_range(weight: Tensor, clip: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One group [..., g] in fp32 -> its scale (a value of `dtype`) and zero, fp32 [...]. As `ops.int4.round_to_nearest`."""
+    """One group [..., g] in fp32 -> its scale (a value of `dtype`) and zero, fp32 [...], as `ops.int4` rounds them."""
     low, high = weight.amin(-1).clamp(max=0.0) * clip, weight.amax(-1).clamp(min=0.0) * clip
     spread = high - low
     scales = scale_up(torch.where(spread == 0, 1.0, spread / LEVELS), dtype).float()
@@ -124,14 +124,13 @@ def round_for(
     size = weight.shape[-1]
     codes = snap(weight, per_column(scales, size, group_size), per_column(zeros, size, group_size))
     if feedback and bool(trusted.any()):
-        chosen = [part[trusted] for part in (weight, hessian, scales, zeros)]
-        codes[trusted] = feed_back(*chosen, group_size)
+        codes[trusted] = feed_back(weight[trusted], hessian[trusted], scales[trusted], zeros[trusted], group_size)
     assert scales.shape[-1] == num_groups(size, group_size)
     return codes.to(torch.uint8), scales, zeros.to(torch.uint8)
 
 
 def cost(weight: Tensor, hessian: Tensor, group_size: int, dtype: torch.dtype, columns: Tensor) -> Tensor:
-    """What rounding weight * columns to nearest costs: weight [E, N, K], hessian [E, K, K], columns [E or 1, K] -> [E]."""
+    """What rounding weight * columns to nearest costs [E]: weight [E, N, K], hessian [E, K, K], columns [E or 1, K]."""
     scaled = weight * columns[:, None]
     size = weight.shape[-1]
     error = torch.empty_like(scaled)
@@ -144,7 +143,7 @@ def cost(weight: Tensor, hessian: Tensor, group_size: int, dtype: torch.dtype, c
 
 
 def nearest(weight: Tensor, group_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """weight [N, K] rounded to nearest -> uint8 codes [N, K], fp32 scales that are values of `dtype`, uint8 zeros [N, G].
+    """weight [N, K] rounded to nearest -> uint8 codes [N, K], fp32 scales [N, G] of `dtype`'s values, uint8 zeros.
 
     What `ops.int4.round_to_nearest` gives where `dtype` is the weight's. Raises ValueError if it is not finite.
     """

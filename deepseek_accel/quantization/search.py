@@ -27,7 +27,7 @@ CHUNK_BYTES = 2 << 30
 """About what the weights and inputs of one batch of experts may take."""
 TOKENS_AT_ONCE = 4096
 BINS = 16
-"""Of the histograms that `weight_kl` compares, over 4 standard deviations to either side: as many as there are codes."""
+"""Of the histograms that `weight_kl` compares, over 4 standard deviations to either side: as many as codes."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,10 @@ def search_columns(
 ) -> tuple[float, Tensor]:
     """(alpha, int8 exponents [D]) for the columns of every weight that reads the block's input."""
     hidden = inputs[mlps[0].where].hidden
-    total = sum(hidden[i : i + TOKENS_AT_ONCE].float().abs().sum(0) for i in range(0, len(hidden), TOKENS_AT_ONCE))
-    choices = candidates(total / len(hidden))  # type: ignore[operator]
+    total = torch.zeros(hidden.shape[1], device=hidden.device)
+    for start in range(0, len(hidden), TOKENS_AT_ONCE):
+        total += hidden[start : start + TOKENS_AT_ONCE].float().abs().sum(0)
+    choices = candidates(total / len(hidden))
     if len(choices) == 1:
         return choices[0]
     costs = torch.zeros(len(choices), dtype=torch.double)

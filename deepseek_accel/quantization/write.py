@@ -122,7 +122,7 @@ def write_quantized(
 ) -> Written:
     """Write the 16-bit checkpoint `source` to `out` with its MLPs and experts in four bits.
 
-    calibration: of a model loaded from `source`; None rounds to nearest. group_size: of the calibration, if there is one.
+    calibration: of a model loaded from `source`; None rounds to nearest. group_size: the calibration's, if there is one.
     `out` appears when it is whole. Raises PlanError for wrong arguments, CheckpointError for a checkpoint that is
     damaged, quantised already, or does not fit the calibration.
     """
@@ -226,7 +226,7 @@ def _why_kept(part: _Part, targets: tuple[str, ...], skip: tuple[str, ...], grou
         return ""
     if is_named(part.module, skip):
         return "skip"
-    why = why_not_stored(*part.weight.shape, group_size)
+    why = why_not_stored(part.weight.shape[0], part.weight.shape[1], group_size)
     if why is not None and part.expert is not None:
         raise PlanError(f"{part.module} cannot be stored: {why}. Choose another group_size.")
     return why
