@@ -130,7 +130,8 @@ def _entries(model: nn.Module, block: Block) -> Iterator[tuple[str, dict[str, An
         weight = parameter(model, name)
         if weight.device.type == "meta":
             raise PlanError(f"{name} is not in memory (device 'meta'); load the model without offloading to disk")
-        if name in quantized and not all(bool(torch.isfinite(part).all()) for part in weight):
+        parts = weight if weight.dim() == 3 else [weight]  # one expert at a time
+        if name in quantized and not all(bool(torch.isfinite(part).all()) for part in parts):
             raise CheckpointError(f"{name} holds a NaN or an infinity")
         entry = {"layer": block.index, "quantized": name in quantized, "shape": list(weight.shape)}
         yield name, entry | {"digest": digest(weight)}

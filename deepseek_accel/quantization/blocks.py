@@ -122,6 +122,11 @@ def find_blocks(model: nn.Module, family: Family, targets: Collection[str], skip
         raise PlanError(f"targets must be some of {TARGETS}, got {targets!r}")
     if isinstance(skip, str):
         raise PlanError(f"skip must be a list of names, got the one string {skip!r}")
+    for pattern in skip:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise PlanError(f"skip holds {pattern!r}, which is no regular expression: {error}") from error
     names = {id(module): name for name, module in model.named_modules()}
     blocks = []
     for index, layer in enumerate(family.layers(model)):

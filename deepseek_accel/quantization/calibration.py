@@ -1,8 +1,8 @@
 """A finished AWQ calibration: the codes of every weight it was made for, and what changes beside them.
 
 On disk a folder: `calibration.json`, and one safetensors file per layer, which is read when it is asked for. In a file,
-with NAME of a weight: `NAME:codes` (two a byte, the even input low), `NAME:scales`, `NAME:zeros`, and where not all zero
- `NAME:columns` and `NAME:rows`, int8 exponents: the weight was multiplied by 2^columns and divided by 2^rows.
+with NAME of a weight: `NAME:codes` (two a byte, the even input low), `NAME:scales`, `NAME:zeros`, and where there
+are any, int8 exponents `NAME:columns` and `NAME:rows`: the weight was multiplied by 2^columns and divided by 2^rows.
 """
 
 from __future__ import annotations
@@ -214,7 +214,9 @@ def write_layer(folder: Path, index: int, tensors: Mapping[str, Tensor], row: di
 
     path = folder / layer_file(index)
     partial = path.with_suffix(".partial")
-    save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, partial, metadata={"row": json.dumps(row)})
+    held = {k: v.cpu().contiguous() for k, v in tensors.items()}
+    held |= {k: v.clone() for k, v in held.items() if v.dtype == torch.int8}  # weights share their exponents, files not
+    save_file(held, partial, metadata={"row": json.dumps(row)})
     partial.replace(path)
 
 

@@ -10,6 +10,8 @@ trace(D H D^T), the squared error of the output per token. All take a batch of E
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,11 @@ COLUMNS = 128
 """How many columns are rounded before the rest of the weight hears of their errors."""
 
 
-def group_range(weight: Tensor, clip: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One group [..., g] in fp32 -> its scale (a value of `dtype`) and zero, fp32 [...], as `ops.int4` rounds them."""
+def group_range(weight: Tensor, dtype: torch.dtype, clip: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """One group [..., g] in fp32 -> its scale (a value of `dtype`) and zero, fp32 [...], as `ops.int4` rounds them.
+
+    clip: the fraction of the range that is kept, [...].
+    """
     low, high = weight.amin(-1).clamp(max=0.0) * clip, weight.amax(-1).clamp(min=0.0) * clip
     spread = high - low
     scales = scale_up(torch.where(spread == 0, 1.0, spread / LEVELS), dtype).float()
@@ -37,30 +42,32 @@ def snap(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def clipped_ranges(
-    weight: Tensor, hessian: Tensor, trusted: Tensor, group_size: int, dtype: torch.dtype
+    weight: Tensor,
+    hessian: Tensor,
+    trusted: Tensor,
+    group_size: int,
+    dtype: torch.dtype,
+    clips: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """weight [E, N, K], hessian [E, K, K], trusted [E] bool -> scales and zeros [E, N, G], fp32.
 
-    Each range is the one of `CLIPS` with the least cost within its group; the whole range where not trusted.
+    Each range is cut to the one of `clips` (all of `CLIPS` if None) with the least cost within its group; not where
+    not trusted.
     """
-    size = weight.shape[-1]
     groups = []
-    for start in range(0, size, group_size):
+    for start in range(0, weight.shape[-1], group_size):
         part = weight[..., start : start + group_size]
         local = hessian[:, start : start + group_size, start : start + group_size]
-        best: tuple[Tensor, Tensor, Tensor] | None = None
-        for clip in CLIPS:
-            scale, zero = group_range(part, clip, dtype)
-            error = (snap(part, scale[..., None], zero[..., None]) - zero[..., None]) * scale[..., None] - part
-            cost = ((error @ local) * error).sum(-1)
-            if best is None:
-                best = cost, scale, zero
-                continue
-            better = (cost < best[0]) & trusted[:, None]
-            old = zip((cost, scale, zero), best, strict=True)
-            best = tuple(torch.where(better, a, b) for a, b in old)  # type: ignore[assignment]
-        assert best is not None  # K is at least 1
-        groups.append(best[1:])
+        best = torch.ones_like(part[..., 0])
+        least = torch.full_like(best, float("inf"))
+        for clip in CLIPS if clips is None else clips:
+            scale, zero = (x[..., None] for x in group_range(part, dtype, clip))
+            error = (snap(part, scale, zero) - zero) * scale - part
+            found = ((error @ local) * error).sum(-1)
+            better = (found < least) & trusted[:, None]
+            least = torch.where(better, found, least)
+            best = torch.where(better, clip, best)
+        groups.append(group_range(part, dtype, best))
     return torch.stack([g[0] for g in groups], -1), torch.stack([g[1] for g in groups], -1)
 
 
@@ -129,17 +136,19 @@ def round_for(
     return codes.to(torch.uint8), scales, zeros.to(torch.uint8)
 
 
-def cost(weight: Tensor, hessian: Tensor, group_size: int, dtype: torch.dtype, columns: Tensor) -> Tensor:
-    """What rounding weight * columns to nearest costs [E]: weight [E, N, K], hessian [E, K, K], columns [E or 1, K]."""
+def scaled_values(weight: Tensor, hessian: Tensor, group_size: int, dtype: torch.dtype, columns: Tensor) -> Tensor:
+    """What weight [E, N, K] becomes when weight * columns is rounded, clipped but without feedback, and divided again.
+
+    hessian [E, K, K] of the inputs as they are, columns [E, K] or [1, K].
+    """
     scaled = weight * columns[:, None]
-    size = weight.shape[-1]
-    error = torch.empty_like(scaled)
-    for start in range(0, size, group_size):
-        part = scaled[..., start : start + group_size]
-        scale, zero = (x[..., None] for x in group_range(part, 1.0, dtype))
-        error[..., start : start + group_size] = (snap(part, scale, zero) - zero) * scale - part
-    error /= columns[:, None]
-    return ((error @ hessian) * error).sum((-1, -2))
+    hessian = hessian / columns[:, None] / columns[..., None]
+    known = torch.ones(len(weight), dtype=torch.bool, device=weight.device)
+    scales, zeros = (
+        per_column(groups, weight.shape[-1], group_size)
+        for groups in clipped_ranges(scaled, hessian, known, group_size, dtype, CLIPS[::3])
+    )
+    return (snap(scaled, scales, zeros) - zeros).mul_(scales).div_(columns[:, None])
 
 
 def nearest(weight: Tensor, group_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +159,7 @@ def nearest(weight: Tensor, group_size: int, dtype: torch.dtype) -> tuple[Tensor
     value = weight.float()
     if not bool(torch.isfinite(value).all()):
         raise ValueError("the weight holds a NaN or an infinity")
-    ranges = [group_range(part, 1.0, dtype) for part in value.split(group_size, -1)]
+    ranges = [group_range(part, dtype) for part in value.split(group_size, -1)]
     scales, zeros = (torch.stack([r[i] for r in ranges], -1) for i in (0, 1))
     size = weight.shape[-1]
     codes = snap(value, per_column(scales, size, group_size), per_column(zeros, size, group_size))

@@ -6,7 +6,7 @@ whole ranges and without feedback: what it would be fitted to is noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import GatedMLP
-from .rounding import cost, per_column, round_for
+from .rounding import per_column, round_for, scaled_values
 
 ALPHAS = tuple(i / 10 for i in range(11))
 MOST_EXPONENT = 8
 """Columns are scaled by 2^-8 to 2^8 at most."""
 MIN_TOKENS = 32
 SEARCHED_EXPERTS = 16
-"""Of how many routed experts the search of the shared input scales sees the cost."""
+SEARCHED_TOKENS = 512
+"""On how many routed experts, and about how many tokens of each, the scales that all share are tried."""
 CHUNK_BYTES = 2 << 30
 """About what the weights and inputs of one batch of experts may take."""
 TOKENS_AT_ONCE = 4096
@@ -97,16 +98,11 @@ def gram(hidden: Tensor, weights: Tensor | None = None) -> Tensor:
     return total / max(1, len(hidden))
 
 
-def candidates(activation: Tensor) -> list[tuple[float, Tensor]]:
-    """mean|x| [K] -> distinct (alpha, int8 exponents [K]), the first all zero."""
+def exponents(activation: Tensor, alpha: float) -> Tensor:
+    """mean|x| [..., K] -> int8 [..., K]: log2 of s = mean|x|^alpha, rounded; 0 for a usual input."""
     logs = activation.clamp_min(1e-5).log2()
-    logs -= (logs.max() + logs.min()) / 2
-    found: list[tuple[float, Tensor]] = []
-    for alpha in ALPHAS:
-        exponents = (alpha * logs).round().clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
-        if not any(torch.equal(exponents, known) for _, known in found):
-            found.append((alpha, exponents))
-    return found
+    logs = logs - logs.median(-1, keepdim=True).values
+    return (alpha * logs).round().clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
 
 
 def search_columns(
@@ -114,33 +110,44 @@ def search_columns(
 ) -> tuple[float, Tensor]:
     """(alpha, int8 exponents [D]) for the columns of every weight that reads the block's input."""
     hidden = inputs[mlps[0].where].hidden
+    if len(hidden) < MIN_TOKENS:
+        return 0.0, torch.zeros(hidden.shape[1], dtype=torch.int8, device=hidden.device)
     total = torch.zeros(hidden.shape[1], device=hidden.device)
     for start in range(0, len(hidden), TOKENS_AT_ONCE):
         total += hidden[start : start + TOKENS_AT_ONCE].float().abs().sum(0)
-    choices = candidates(total / len(hidden))
-    if len(choices) == 1:
+    choices = [(alpha, exponents(total / len(hidden), alpha)) for alpha in ALPHAS]
+    if not any(bool(columns.any()) for _, columns in choices):
         return choices[0]
     costs = torch.zeros(len(choices), dtype=torch.double)
+    dtype = scale_dtype(hidden.dtype)
     for mlp in mlps:
-        for weight, hessian in _readers(mlp, weights, inputs[mlp.where]):
-            for i, (_, exponents) in enumerate(choices):
-                columns = torch.exp2(exponents.float())[None]
-                costs[i] += float(cost(weight, hessian, group_size, scale_dtype(hidden.dtype), columns))
+        for expert in _searched(mlp, weights):
+            x, share = inputs[mlp.where].of(expert)
+            if len(x) < MIN_TOKENS:
+                continue
+            gate_up, down = (w[0] for w in _matrices(mlp, weights, slice(expert, expert + 1)))
+            hessian = gram(x)[None]
+            seen = slice(None, None, max(1, len(x) // SEARCHED_TOKENS))
+            weight = 1.0 if share is None else share[seen, None]
+            expected = F.linear(_act(x[seen], gate_up), down)
+            for i, (_, columns) in enumerate(choices):
+                rounded = scaled_values(gate_up[None], hessian, group_size, dtype, columns.float().exp2()[None])[0]
+                error = (F.linear(_act(x[seen], rounded), down) - expected) * weight
+                costs[i] += float(error.square().sum()) * len(x) / len(error)
     return choices[int(costs.argmin())]
 
 
-def _readers(mlp: GatedMLP, weights: Mapping[str, Tensor], inputs: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
-    """([1, N, D], [1, D, D]) of each weight that reads the input, H per token of the whole layer."""
-    for name in mlp.inputs:
-        if not mlp.routed:
-            yield weights[name].float()[None], gram(inputs.hidden)[None]
-            continue
-        count = len(weights[name])
-        for expert in range(0, count, -(-count // SEARCHED_EXPERTS)):
-            hidden, share = inputs.of(expert)
-            if len(hidden) >= MIN_TOKENS:
-                hessian = gram(hidden, share) * (len(hidden) / inputs.count)
-                yield weights[name][expert].float()[None], hessian[None]
+def _searched(mlp: GatedMLP, weights: Mapping[str, Tensor]) -> range:
+    """The experts whose outputs decide on the shared scales."""
+    count = len(weights[mlp.down]) if mlp.routed else 1
+    return range(0, count, -(-count // SEARCHED_EXPERTS))
+
+
+def _matrices(mlp: GatedMLP, weights: Mapping[str, Tensor], experts: slice) -> tuple[Tensor, Tensor]:
+    """(gate and up [e, 2 I, D], down [e, D, I]) of some experts, or of the one MLP, in fp32."""
+    if mlp.routed:
+        return weights[mlp.inputs[0]][experts].float(), weights[mlp.down][experts].float()
+    return torch.cat([weights[name].float() for name in mlp.inputs])[None], weights[mlp.down].float()[None]
 
 
 def round_mlp(
@@ -197,11 +204,7 @@ def _round_chunk(
     found: Found,
 ) -> dict[str, Tensor]:
     """The experts `numbers` of an MLP (or the one MLP): tensors [e, ...] of "gate_up" and "down"."""
-    span = slice(numbers.start, numbers.stop)
-    if mlp.routed:
-        gate_up, down = weights[mlp.inputs[0]][span].float(), weights[mlp.down][span].float()
-    else:
-        gate_up, down = torch.cat([weights[n].float() for n in mlp.inputs])[None], weights[mlp.down].float()[None]
+    gate_up, down = _matrices(mlp, weights, slice(numbers.start, numbers.stop))
     dtype = scale_dtype(weights[mlp.down].dtype)
     tokens = [inputs.of(e) for e in numbers]
     trusted = torch.tensor([len(x) >= MIN_TOKENS for x, _ in tokens], device=down.device)
@@ -245,17 +248,20 @@ def _search_rows(
 ) -> Tensor:
     """int8 exponents [e, I] for the columns of each down projection; zero where not trusted."""
     rows = torch.zeros(down.shape[0], down.shape[2], dtype=torch.int8, device=down.device)
-    for e, (hidden, share) in enumerate(tokens):
-        if not trusted[e]:
-            continue
-        inner = _act(hidden, gate_up[e])
-        choices = candidates(inner.abs().mean(0))
-        if len(choices) == 1:
-            continue
-        hessian = gram(inner, share)[None]
-        costs = [
-            float(cost(down[e : e + 1], hessian, group_size, dtype, torch.exp2(exponents.float())[None]))
-            for _, exponents in choices
-        ]
-        rows[e] = choices[costs.index(min(costs))][1]
+    known = trusted.nonzero()[:, 0].tolist()
+    if not known:
+        return rows
+    inner = [(_act(tokens[e][0], gate_up[e]), tokens[e][1]) for e in known]
+    activation = torch.stack([hidden.abs().mean(0) for hidden, _ in inner])
+    hessian = torch.stack([gram(hidden, share) for hidden, share in inner])
+    least = torch.full((len(known),), float("inf"), device=down.device)
+    best = torch.zeros_like(rows[known])
+    for alpha in ALPHAS:
+        columns = exponents(activation, alpha)
+        error = scaled_values(down[known], hessian, group_size, dtype, columns.float().exp2()) - down[known]
+        found = ((error @ hessian) * error).sum((-1, -2))
+        better = found < least
+        least = torch.where(better, found, least)
+        best = torch.where(better[:, None], columns, best)
+    rows[known] = best
     return rows

@@ -122,7 +122,7 @@ def write_quantized(
 ) -> Written:
     """Write the 16-bit checkpoint `source` to `out` with its MLPs and experts in four bits.
 
-    calibration: of a model loaded from `source`; None rounds to nearest. group_size: the calibration's, if there is one.
+    calibration: of a model loaded from `source`; None rounds to nearest. group_size: the calibration's, if given.
     `out` appears when it is whole. Raises PlanError for wrong arguments, CheckpointError for a checkpoint that is
     damaged, quantised already, or does not fit the calibration.
     """
