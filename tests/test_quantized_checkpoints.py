@@ -30,7 +30,7 @@ from deepseek_accel.ops.int4 import Int4Weight, round_to_nearest
 from deepseek_accel.passes.attention import Attention
 from deepseek_accel.quantization.blocks import owner_of
 from deepseek_accel.quantization.files import TensorFiles
-from deepseek_accel.quantization.layout import from_awq, from_words, to_awq, to_words
+from deepseek_accel.quantization.layout import from_awq, to_awq
 from deepseek_accel.quantization.read import QuantizedFiles
 from deepseek_accel.quantization.write import write_quantized
 from deepseek_accel.testing import assert_accurate, relative_error, tiny_model
@@ -68,20 +68,6 @@ def logits(model, ids=IDS):
         return model(input_ids=ids, use_cache=False).logits
 
 
-def plain_values(tensors, module):
-    """The values [N, K] of a stored weight by the definition of the layout, word by word."""
-    words, zero_words, scales = (tensors[f"{module}.{name}"] for name in ("qweight", "qzeros", "scales"))
-    out = torch.empty(words.shape[1] * 8, words.shape[0], dtype=torch.double)
-    group = words.shape[0] // scales.shape[0]
-    for n in range(out.shape[0]):
-        shift = 4 * (0, 2, 4, 6, 1, 3, 5, 7).index(n % 8)
-        for k in range(out.shape[1]):
-            code = int(words[k, n // 8]) >> shift & 15
-            zero = int(zero_words[k // group, n // 8]) >> shift & 15
-            out[n, k] = (code - zero) * float(scales[k // group, n])
-    return out
-
-
 def dequantized(source, directory, dtype):
     """Stock transformers with the values of a quantised directory in place of its own."""
     model = load(source, dtype=dtype)
@@ -98,13 +84,6 @@ def dequantized(source, directory, dtype):
 # -------------------------------------------------------------------------------------------------------------- layout
 
 
-def test_words_have_the_order_of_awq():
-    """Open case Q01."""
-    rows = torch.arange(16, dtype=torch.uint8).view(2, 8)
-    assert to_words(rows)[:, 0].tolist() == [0x75316420, 0xFDB9ECA8 - 2**32]
-    assert torch.equal(from_words(to_words(rows)), rows)
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 1000))
 def test_layout_and_back(outputs, groups, seed):
@@ -118,15 +97,6 @@ def test_layout_and_back(outputs, groups, seed):
     assert stored["scales"].shape == (groups, shape[0])
     for before, after in zip((codes, scales, zeros), from_awq(*stored.values()), strict=True):
         assert torch.equal(before, after)
-
-
-def test_values_are_those_of_the_definition():
-    """Open case Q01: a matrix that is not square, random zeros and scales."""
-    weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
-    codes, scales, zeros = round_to_nearest(weight.half(), 32)
-    tensors = {f"m.{k}": v for k, v in to_awq(codes, scales, zeros).items()}
-    expected = (codes.double() - zeros.double().repeat_interleave(32, 1)) * scales.double().repeat_interleave(32, 1)
-    assert torch.equal(plain_values(tensors, "m"), expected)
 
 
 @pytest.fixture
