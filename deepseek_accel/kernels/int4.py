@@ -6,9 +6,9 @@ Two ways, by what is done with the numbers:
   place further down it is 256 + code; so two codes cost one shift and two logical operations. What was added is taken
   from the sum of a group: `scale * (sum x (code + c) - sum c x - zero * sum x)`, where the sums of x are taken once for
   many rows. The multiplication costs nothing more than the one of the dot product.
-- `weight_tile`, for tensor cores. Two codes, 16 bits apart, are two 16-bit numbers at once: 128 + code in bf16, 1024 +
-  code in fp16. Taking off 128 + zero is exact, and multiplying by the scale rounds once: the tile holds the bits of
-  `ops.int4.dequantize`.
+- `weight_tile`, for tensor cores. Two codes of neighbouring words are two 16-bit numbers at once: 128 + code in bf16,
+  1024 + code in fp16. Taking off 128 + zero is exact, and multiplying by the scale rounds once: the tile holds the bits
+  of `ops.int4.dequantize`.
 """
 
 import torch
@@ -22,18 +22,21 @@ CHUNK = 32
 """Inputs in 16 bytes of codes, which one thread reads; groups are multiples of it."""
 
 
-def _pairs(kind: str, base: int, one: int) -> tl.constexpr:
-    """PTX: (codes in bits 0 to 3 and 16 to 19, on top of `base`, + zeros) * scales, all pairs of 16-bit numbers.
-    Adding -0 changes nothing."""
-    return tl.constexpr(
-        f"{{ .reg .b32 t, o, z; mov.b32 o, {one:#x}; mov.b32 z, 0x80008000; "
-        f"lop3.b32 t, $1, 0x000F000F, {base:#x}, 0xEA; "
-        f"fma.rn.{kind} t, t, o, $2; fma.rn.{kind} $0, t, $3, z; }}"
-    )
+def _unpack(kind: str, base: int, one: int) -> tl.constexpr:
+    """PTX: two words, twice two equal numbers to add and twice two equal scales -> for each of the eight places a pair
+    of 16-bit numbers: (code + base + what is added) * scale. Adding -0 changes nothing."""
+    lines = ["{ .reg .b32 a, b, t, o, z;", "prmt.b32 a, $8, $9, 0x5410;", "prmt.b32 b, $8, $9, 0x7632;"]
+    lines += [f"mov.b32 o, {one:#x};", "mov.b32 z, 0x80008000;"]
+    for place in range(8):
+        half = "a" if place < 4 else "b"
+        lines += [f"shr.b32 t, {half}, {place % 4 * 4};", f"lop3.b32 t, t, 0x000F000F, {base:#x}, 0xEA;"]
+        lines += [f"fma.rn.{kind} t, t, o, $10;", f"fma.rn.{kind} ${place}, t, $12, z;"]
+    return tl.constexpr(" ".join([*lines, "}"]))
 
 
-BF16_PAIRS = _pairs("bf16x2", 0x43004300, 0x3F803F80)
-FP16_PAIRS = _pairs("f16x2", 0x64006400, 0x3C003C00)
+BF16_WORDS = _unpack("bf16x2", 0x43004300, 0x3F803F80)
+FP16_WORDS = _unpack("f16x2", 0x64006400, 0x3C003C00)
+CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 6))
 UPPER = tl.constexpr("lop3.b32 $0, $1, 0x780000, 0x41800000, 0xEA;")
 LOWER = tl.constexpr("lop3.b32 $0, $1, 0x78000, 0x43800000, 0xEA;")
 SIGNS = tl.constexpr(0x80008000 - (1 << 32))
@@ -74,11 +77,14 @@ INTERPRETED = tl.constexpr(not isinstance(split_groups, triton.JITFunction))
 
 
 @triton.jit
-def _in_order(k0, k1, k2, k3, k4, k5, k6, k7):
-    """Eight tensors [N, W], of the inputs of each word, as one [N, 8 W]."""
-    even = tl.join(tl.join(k0, k4), tl.join(k2, k6))
-    odd = tl.join(tl.join(k1, k5), tl.join(k3, k7))
-    return tl.reshape(tl.join(even, odd), [k0.shape[0], k0.shape[1] * 8])
+def _in_order(p0, p1, p2, p3, p4, p5, p6, p7):
+    """Eight tensors [N, W], of the places in each word, as one [N, 8 W] in the order of inputs."""
+    N: tl.constexpr = p0.shape[0]
+    W: tl.constexpr = p0.shape[1]
+    first = tl.join(tl.join(p0, p4), tl.join(p2, p6))
+    second = tl.join(tl.join(p1, p5), tl.join(p3, p7))
+    places = tl.reshape(tl.join(first, second), [N, W // 4, 4, 8])  # [N, chunk, word, place]
+    return tl.reshape(tl.permute(places, [0, 1, 3, 2]), [N, W * 8])
 
 
 @triton.jit
@@ -118,62 +124,59 @@ def _lower(words):
 
 @triton.jit
 def load_inputs(x, start, size, K: tl.constexpr, BLOCK_W: tl.constexpr, CHECK: tl.constexpr):
-    """The inputs of words `start` to start + BLOCK_W of x [K], in fp32, 0 from K on: eight tensors [1, BLOCK_W].
+    """The inputs of words `start` to start + BLOCK_W of x [K], in fp32, 0 from K on: eight tensors [1, BLOCK_W], of the
+    places in a word. CHECK: 0 from `size` on.
 
-    CHECK: 0 from `size` on. With BLOCK_W below the number of threads the compiler repeats these loads in the layout
-    of the words: no trip through shared memory, and no barrier.
+    With BLOCK_W four times the threads of a program, loads of inputs and of words are laid out alike: nothing goes
+    through shared memory.
     """
     word = start + tl.arange(0, BLOCK_W)[None, :]
-    if x.dtype.element_ty.primitive_bitwidth == 16 and K % 8 == 0:
-        fours = x.to(tl.pointer_type(tl.int64), bitcast=True) + word * 2
-        if CHECK or K % (BLOCK_W * 8) != 0:
-            a = tl.load(fours, mask=word * 8 < size, other=0)
-            b = tl.load(fours + 1, mask=word * 8 < size, other=0)
-        else:
-            a, b = tl.load(fours), tl.load(fours + 1)
-        x0, x1 = _two((a & 0xFFFFFFFF).to(tl.int32), x.dtype.element_ty)
-        x2, x3 = _two((a >> 32).to(tl.int32), x.dtype.element_ty)
-        x4, x5 = _two((b & 0xFFFFFFFF).to(tl.int32), x.dtype.element_ty)
-        x6, x7 = _two((b >> 32).to(tl.int32), x.dtype.element_ty)
-        return x0, x1, x2, x3, x4, x5, x6, x7
-    else:
-        x0, x1 = _load_input(x, word * 8, size), _load_input(x, word * 8 + 1, size)
-        x2, x3 = _load_input(x, word * 8 + 2, size), _load_input(x, word * 8 + 3, size)
-        x4, x5 = _load_input(x, word * 8 + 4, size), _load_input(x, word * 8 + 5, size)
-        x6, x7 = _load_input(x, word * 8 + 6, size), _load_input(x, word * 8 + 7, size)
-        return x0, x1, x2, x3, x4, x5, x6, x7
+    place = word // 4 * 32 + word % 4
+    MASK: tl.constexpr = CHECK or K % (BLOCK_W * 8) != 0
+    x0 = _load_input(x, place, size, MASK)
+    x1 = _load_input(x, place + 4, size, MASK)
+    x2 = _load_input(x, place + 8, size, MASK)
+    x3 = _load_input(x, place + 12, size, MASK)
+    x4 = _load_input(x, place + 16, size, MASK)
+    x5 = _load_input(x, place + 20, size, MASK)
+    x6 = _load_input(x, place + 24, size, MASK)
+    x7 = _load_input(x, place + 28, size, MASK)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 @triton.jit
-def _load_input(x, place, size):
-    return tl.load(x + place, mask=place < size, other=0.0).to(tl.float32)
+def _load_input(x, place, size, MASK: tl.constexpr):
+    if MASK:
+        return tl.load(x + place, mask=place < size, other=0.0).to(tl.float32)
+    else:
+        return tl.load(x + place).to(tl.float32)
 
 
 @triton.jit
 def word_dots(words, x0, x1, x2, x3, x4, x5, x6, x7, EXACT: tl.constexpr):
     """int32 [N, W] and `load_inputs` -> fp32 [N, W]: of each word the products of codes and inputs, added up.
 
-    To the codes 256 is added for inputs 0, 1, 4, 5 of a word, 16 for the others; not if EXACT, which is for fp32
-    models, whose sums must not lose bits to that.
+    To codes in even places 256 is added, in odd ones 16; not if EXACT, which is for fp32 models, whose sums must not
+    lose bits to that.
     """
     if EXACT:
         total = _code(words, 0) * x0
-        total += _code(words, 4) * x1
-        total += _code(words, 1) * x2
-        total += _code(words, 5) * x3
-        total += _code(words, 2) * x4
-        total += _code(words, 6) * x5
-        total += _code(words, 3) * x6
+        total += _code(words, 1) * x1
+        total += _code(words, 2) * x2
+        total += _code(words, 3) * x3
+        total += _code(words, 4) * x4
+        total += _code(words, 5) * x5
+        total += _code(words, 6) * x6
         total += _code(words, 7) * x7
     else:
-        a, b, c, d = _shifted(words, 1), _shifted(words, 5), _shifted(words, 3), _shifted(words, 7)
+        a, b, c, d = _shifted(words, 1), _shifted(words, 3), _shifted(words, 5), _shifted(words, 7)
         total = _lower(a) * x0
-        total += _lower(b) * x1
-        total += _upper(a) * x2
+        total += _upper(a) * x1
+        total += _lower(b) * x2
         total += _upper(b) * x3
         total += _lower(c) * x4
-        total += _lower(d) * x5
-        total += _upper(c) * x6
+        total += _upper(c) * x5
+        total += _lower(d) * x6
         total += _upper(d) * x7
     return total
 
@@ -181,12 +184,12 @@ def word_dots(words, x0, x1, x2, x3, x4, x5, x6, x7, EXACT: tl.constexpr):
 @triton.jit
 def input_sums(x0, x1, x2, x3, x4, x5, x6, x7, EXACT: tl.constexpr):
     """Of `load_inputs`: sums of 32 neighbours, and what `word_dots` adds to their products; fp32 [1, W / 4]."""
-    low, high = (x0 + x1) + (x4 + x5), (x2 + x3) + (x6 + x7)
-    sums = _chunk_sums(low + high)
+    even, odd = (x0 + x2) + (x4 + x6), (x1 + x3) + (x5 + x7)
+    sums = _chunk_sums(even + odd)
     if EXACT:
         return sums, tl.zeros_like(sums)
     else:
-        return sums, _chunk_sums(256.0 * low + 16.0 * high)
+        return sums, _chunk_sums(256.0 * even + 16.0 * odd)
 
 
 @triton.jit
@@ -213,12 +216,12 @@ def weight_tile(words, groups, dtype: tl.constexpr, PURE: tl.constexpr):
         scale, zero = split_groups(groups, dtype)
         codes = _in_order(
             _code(words, 0),
-            _code(words, 4),
             _code(words, 1),
-            _code(words, 5),
             _code(words, 2),
-            _code(words, 6),
             _code(words, 3),
+            _code(words, 4),
+            _code(words, 5),
+            _code(words, 6),
             _code(words, 7),
         )
         return ((codes - zero) * scale).to(dtype)
@@ -232,24 +235,19 @@ def weight_tile(words, groups, dtype: tl.constexpr, PURE: tl.constexpr):
             zero = _high(groups).to(tl.float16, bitcast=True) + 1024.0
             half = zero.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
             zeros = half | (half << 16) | SIGNS
-        p0 = _pair(words, zeros, scales, dtype, PURE)
-        p1 = _pair(words >> 4, zeros, scales, dtype, PURE)
-        p2 = _pair(words >> 8, zeros, scales, dtype, PURE)
-        p3 = _pair(words >> 12, zeros, scales, dtype, PURE)
-        pairs = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-        pairs = tl.reshape(pairs, [words.shape[0], words.shape[1] * 4])
-        low_half = _low(pairs).to(dtype, bitcast=True)
-        high_half = _high(pairs).to(dtype, bitcast=True)
-        return tl.reshape(tl.join(low_half, high_half), [words.shape[0], words.shape[1] * 8])
-
-
-@triton.jit
-def _pair(words, zeros, scales, dtype: tl.constexpr, PURE: tl.constexpr):
-    """int32 of two numbers each: (codes in bits 0 to 3 and 16 to 19, less zeros) times scales."""
-    if dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(BF16_PAIRS, "=r,r,r,r", [words, zeros, scales], tl.int32, PURE, 1)
-    else:
-        return tl.inline_asm_elementwise(FP16_PAIRS, "=r,r,r,r", [words, zeros, scales], tl.int32, PURE, 1)
+        # The last assembly does nothing. Triton 3.6 to 3.9 fail where a reshaped tile goes to shared memory as it is.
+        if dtype == tl.bfloat16:
+            p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
+                BF16_WORDS, CONSTRAINTS, [words, zeros, scales], (tl.bfloat16,) * 8, PURE, 2
+            )
+            tile = _in_order(p0, p1, p2, p3, p4, p5, p6, p7)
+            return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.bfloat16, PURE, 2)
+        else:
+            p0, p1, p2, p3, p4, p5, p6, p7 = tl.inline_asm_elementwise(
+                FP16_WORDS, CONSTRAINTS, [words, zeros, scales], (tl.float16,) * 8, PURE, 2
+            )
+            tile = _in_order(p0, p1, p2, p3, p4, p5, p6, p7)
+            return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], tl.float16, PURE, 2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -314,3 +312,14 @@ def launch_dequantize(
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )
+
+
+def compile_cases() -> list[tuple]:
+    """(name, kernel, signature, constexprs, options) of V2-Lite's experts in bf16."""
+    names = dequantize_kernel.arg_names
+    types = {"words": "*i32", "groups": "*i32", "out": "*bf16", "num_rows": "i32"}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in ("words", "groups", "out")}
+    fixed = {"K": 2048, "GROUP": 128, "BLOCK_N": 32, "BLOCK_W": 16, "PDL": False}
+    options = {"num_warps": 4, "num_stages": 3, "attrs": attrs}
+    return [("int4-dequantize", dequantize_kernel, signature, fixed, options)]

@@ -42,32 +42,65 @@ def load_groups(
 
 
 @triton.jit
+def block_dots(codes, scales, x, start, size, K: tl.constexpr, BLOCK_W: tl.constexpr, CHECK: tl.constexpr):
+    """fp32 [N, BLOCK_W / 4]: what was loaded, times x from word `start` on."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    x0, x1, x2, x3, x4, x5, x6, x7 = load_inputs(x, start, size, K, BLOCK_W, CHECK)
+    sums, added = input_sums(x0, x1, x2, x3, x4, x5, x6, x7, dtype == tl.float32)
+    return group_dots(codes, scales, x0, x1, x2, x3, x4, x5, x6, x7, sums, added, dtype)
+
+
+@triton.jit
 def row_dots(
     words,
     groups,
     x,
-    valid,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    CHECK: tl.constexpr,
 ):
     """fp32 [BLOCK_N, BLOCK_W / 4], to be summed over the last dim: x [K] times the rows whose first words and groups
-    `words` and `groups` [BLOCK_N, 1] point to. CHECK: unless `valid`, it is 0 and nothing is read."""
+    `words` and `groups` [BLOCK_N, 1] point to. The next block is on its way while one is computed with."""
     WORDS: tl.constexpr = (K + 31) // 32 * 4
-    dtype: tl.constexpr = x.dtype.element_ty
+    LAST: tl.constexpr = (WORDS - 1) // BLOCK_W * BLOCK_W
     total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
-    size, limit = K, WORDS
-    if CHECK:
-        size, limit = tl.where(valid, K, 0), tl.where(valid, WORDS, 0)
-    for start in tl.range(0, WORDS, BLOCK_W, loop_unroll_factor=4):
-        codes = load_words(words, start, limit, WORDS, BLOCK_W, CHECK)
-        scales = load_groups(groups, start, limit, WORDS, BLOCK_W, GROUP, CHECK)
-        x0, x1, x2, x3, x4, x5, x6, x7 = load_inputs(x, start, size, K, BLOCK_W, CHECK)
-        sums, added = input_sums(x0, x1, x2, x3, x4, x5, x6, x7, dtype == tl.float32)
-        total += group_dots(codes, scales, x0, x1, x2, x3, x4, x5, x6, x7, sums, added, dtype)
+    codes = load_words(words, 0, WORDS, WORDS, BLOCK_W, False)
+    scales = load_groups(groups, 0, WORDS, WORDS, BLOCK_W, GROUP, False)
+    for start in range(0, LAST, BLOCK_W):
+        next_codes = load_words(words, start + BLOCK_W, WORDS, WORDS, BLOCK_W, False)
+        next_scales = load_groups(groups, start + BLOCK_W, WORDS, WORDS, BLOCK_W, GROUP, False)
+        total += block_dots(codes, scales, x, start, K, K, BLOCK_W, False)
+        codes, scales = next_codes, next_scales
+    total += block_dots(codes, scales, x, LAST, K, K, BLOCK_W, False)
     return total
+
+
+@triton.jit
+def block_dots_of_two(
+    codes,
+    scales,
+    other_codes,
+    other_scales,
+    x,
+    norm,
+    start,
+    squares,
+    K: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """`block_dots` of two weights, of x or, if NORM, of x times norm; and `squares` [1, BLOCK_W] with x's added."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    x0, x1, x2, x3, x4, x5, x6, x7 = load_inputs(x, start, K, K, BLOCK_W, False)
+    if NORM:
+        squares += (x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3) + (x4 * x4 + x5 * x5 + x6 * x6 + x7 * x7)
+        n0, n1, n2, n3, n4, n5, n6, n7 = load_inputs(norm, start, K, K, BLOCK_W, False)
+        x0, x1, x2, x3, x4, x5, x6, x7 = x0 * n0, x1 * n1, x2 * n2, x3 * n3, x4 * n4, x5 * n5, x6 * n6, x7 * n7
+    sums, added = input_sums(x0, x1, x2, x3, x4, x5, x6, x7, dtype == tl.float32)
+    first = group_dots(codes, scales, x0, x1, x2, x3, x4, x5, x6, x7, sums, added, dtype)
+    second = group_dots(other_codes, other_scales, x0, x1, x2, x3, x4, x5, x6, x7, sums, added, dtype)
+    return first, second, squares
 
 
 @triton.jit
@@ -86,24 +119,29 @@ def row_dots_of_two(
 ):
     """fp32 [BLOCK_N] of two weights, of x or, if NORM, of x times norm [K]; and the sum of x's squares."""
     WORDS: tl.constexpr = (K + 31) // 32 * 4
-    dtype: tl.constexpr = x.dtype.element_ty
+    LAST: tl.constexpr = (WORDS - 1) // BLOCK_W * BLOCK_W
     total = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
     other = tl.zeros([BLOCK_N, BLOCK_W // 4], tl.float32)
     squares = tl.zeros([1, BLOCK_W], tl.float32)
-    for start in tl.range(0, WORDS, BLOCK_W, loop_unroll_factor=4):
-        codes = load_words(words, start, WORDS, WORDS, BLOCK_W, False)
-        other_codes = load_words(other_words, start, WORDS, WORDS, BLOCK_W, False)
-        scales = load_groups(groups, start, WORDS, WORDS, BLOCK_W, GROUP, False)
-        other_scales = load_groups(other_groups, start, WORDS, WORDS, BLOCK_W, GROUP, False)
-        x0, x1, x2, x3, x4, x5, x6, x7 = load_inputs(x, start, K, K, BLOCK_W, False)
-        if NORM:
-            squares += (x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3) + (x4 * x4 + x5 * x5 + x6 * x6 + x7 * x7)
-            n0, n1, n2, n3, n4, n5, n6, n7 = load_inputs(norm, start, K, K, BLOCK_W, False)
-            x0, x1, x2, x3, x4, x5, x6, x7 = x0 * n0, x1 * n1, x2 * n2, x3 * n3, x4 * n4, x5 * n5, x6 * n6, x7 * n7
-        sums, added = input_sums(x0, x1, x2, x3, x4, x5, x6, x7, dtype == tl.float32)
-        total += group_dots(codes, scales, x0, x1, x2, x3, x4, x5, x6, x7, sums, added, dtype)
-        other += group_dots(other_codes, other_scales, x0, x1, x2, x3, x4, x5, x6, x7, sums, added, dtype)
-    return tl.sum(total, 1), tl.sum(other, 1), tl.sum(tl.sum(squares, 1), 0)
+    codes = load_words(words, 0, WORDS, WORDS, BLOCK_W, False)
+    other_codes = load_words(other_words, 0, WORDS, WORDS, BLOCK_W, False)
+    scales = load_groups(groups, 0, WORDS, WORDS, BLOCK_W, GROUP, False)
+    other_scales = load_groups(other_groups, 0, WORDS, WORDS, BLOCK_W, GROUP, False)
+    for start in range(0, LAST, BLOCK_W):
+        next_codes = load_words(words, start + BLOCK_W, WORDS, WORDS, BLOCK_W, False)
+        next_other = load_words(other_words, start + BLOCK_W, WORDS, WORDS, BLOCK_W, False)
+        next_scales = load_groups(groups, start + BLOCK_W, WORDS, WORDS, BLOCK_W, GROUP, False)
+        next_other_scales = load_groups(other_groups, start + BLOCK_W, WORDS, WORDS, BLOCK_W, GROUP, False)
+        first, second, squares = block_dots_of_two(
+            codes, scales, other_codes, other_scales, x, norm, start, squares, K, BLOCK_W, NORM
+        )
+        total += first
+        other += second
+        codes, other_codes, scales, other_scales = next_codes, next_other, next_scales, next_other_scales
+    first, second, squares = block_dots_of_two(
+        codes, scales, other_codes, other_scales, x, norm, LAST, squares, K, BLOCK_W, NORM
+    )
+    return tl.sum(total + first, 1), tl.sum(other + second, 1), tl.sum(tl.sum(squares, 1), 0)
 
 
 @triton.jit
@@ -159,7 +197,7 @@ def int4_dots_kernel(
             up *= inverse
         total = silu(gate) * up
     else:
-        total = tl.sum(row_dots(first, scales, x, True, K, GROUP, BLOCK_N, BLOCK_W, False), 1)
+        total = tl.sum(row_dots(first, scales, x, K, GROUP, BLOCK_N, BLOCK_W), 1)
     if BIAS:
         total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     if ADD:
@@ -175,10 +213,17 @@ class Blocks(NamedTuple):
     warps: int
 
 
+def blocks_of(size: int, rows: int) -> Blocks:
+    """Four words of each of `rows` rows in a thread, which makes the loads of inputs lie as those of words do; up to
+    four warps, as many as K inputs keep busy."""
+    warps = 1 if size <= 1024 else 2 if size <= 2048 else 4
+    return Blocks(rows, 128 * warps, warps)
+
+
 @choices.by_device
 def choose_blocks(capability: tuple[int, int], size: int, num_rows: int, gated: bool) -> Blocks:
     """Not yet measured."""
-    return Blocks(8 if gated else 16, min(64, max(8, triton.next_power_of_2(size // 8))), 4)
+    return blocks_of(size, 4 if gated else 8)
 
 
 def launch(
@@ -234,7 +279,7 @@ def launch(
 
 
 def compile_cases() -> list[tuple]:
-    """(name, kernel, signature, constexprs, options) of shapes of V2-Lite and LLM-7B in bf16."""
+    """(name, kernel, signature, constexprs, options) of V2-Lite's dense MLP in bf16."""
     pointers = ("x", "norm_weight", "bias", "residual", "out")
     integers = ("words", "groups", "other_words", "other_groups")
     types = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(integers, "*i32") | {"eps": "fp32"}
@@ -244,7 +289,6 @@ def compile_cases() -> list[tuple]:
     for name, size, count, gated in (
         ("v2-lite-mlp", 2048, 10944, True),
         ("v2-lite-down", 10944, 2048, False),
-        ("llm-7b-mlp", 4096, 11008, True),
     ):
         for capability in (80, 90, 100):
             blocks = choose_blocks((capability // 10, capability % 10), size, count, gated)

@@ -3,8 +3,6 @@
 `experts_pairs.py` with packed weights: the same pairs in the same order, shared experts first.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,7 @@ import triton.language as tl
 from . import choices, launching
 from .experts_pairs import silu
 from .int4 import group_words
-from .int4_dots import prefetch_rows, row_dots, row_dots_of_two
+from .int4_dots import Blocks, block_dots, blocks_of, load_groups, load_words, prefetch_rows, row_dots, row_dots_of_two
 
 
 @triton.jit
@@ -65,6 +63,28 @@ def int4_pair_gate_up_kernel(
 
 
 @triton.jit
+def _load_block(
+    words,
+    groups,
+    expert,
+    start,
+    rows,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    WORDS: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Codes and scales of an expert's rows [N, 1]; 0, and nothing is read, of one that does not exist."""
+    valid = (expert >= 0) & (expert < E)
+    limit = tl.where(valid, WORDS, 0)
+    chosen = tl.where(valid, expert, 0) * D + rows
+    codes = load_words(words + chosen * WORDS, start, limit, WORDS, BLOCK_W, True)
+    return codes, load_groups(groups + chosen * G, start, limit, WORDS, BLOCK_W, GROUP, True)
+
+
+@triton.jit
 def int4_pair_down_kernel(
     active,  # [T * (SHARED + K), I], contiguous, as are all
     indices,  # [T * K]
@@ -101,43 +121,40 @@ def int4_pair_down_kernel(
         prefetch_rows(first, SHARED_WORDS, PDL)
         launching.wait(PDL)
         scales = shared_groups + safe * ((SIZE + GROUP - 1) // GROUP)
-        total += row_dots(first, scales, row, True, SIZE, GROUP, BLOCK_D, BLOCK_W, False)
+        total += row_dots(first, scales, row, SIZE, GROUP, BLOCK_D, BLOCK_W)
     else:
         launching.wait(PDL)
-    for k in tl.range(0, K, loop_unroll_factor=2):
-        pair = token * K + k
-        expert = tl.load(indices + pair).to(tl.int64)
+    # Blocks of all experts in one loop, so that the next one is always on its way.
+    STEPS: tl.constexpr = (WORDS + BLOCK_W - 1) // BLOCK_W
+    expert = tl.load(indices + token * K).to(tl.int64)
+    codes, scales = _load_block(words, groups, expert, 0, safe, E, D, WORDS, G, GROUP, BLOCK_W)
+    for step in range(0, K * STEPS):
+        k, start = step // STEPS, step % STEPS * BLOCK_W
+        following = tl.minimum(step + 1, K * STEPS - 1)
+        next_expert = tl.load(indices + token * K + following // STEPS).to(tl.int64)
+        begin = following % STEPS * BLOCK_W
+        next_codes, next_scales = _load_block(words, groups, next_expert, begin, safe, E, D, WORDS, G, GROUP, BLOCK_W)
         valid = (expert >= 0) & (expert < E)
-        weight = tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)
-        chosen = tl.where(valid, expert, 0) * D + safe
-        x = row + (SHARED + k) * I
-        total += weight * row_dots(
-            words + chosen * WORDS, groups + chosen * G, x, valid, I, GROUP, BLOCK_D, BLOCK_W, True
-        )
+        weight = tl.load(weights + token * K + k, mask=valid, other=0.0).to(tl.float32)
+        size = tl.where(valid, I, 0)
+        total += weight * block_dots(codes, scales, row + (SHARED + k) * I, start, size, I, BLOCK_W, True)
+        expert, codes, scales = next_expert, next_codes, next_scales
     result = tl.sum(total, 1)
     if ADD:
         result += tl.load(residual + token * D + rows, mask=rows < D, other=0.0).to(tl.float32)
     tl.store(out + token * D + rows, result.to(out.dtype.element_ty), mask=rows < D)
 
 
-class Blocks(NamedTuple):
-    """What one program of a kernel takes: rows of the matrix, words of a row at a time; and its warps."""
-
-    rows: int
-    words: int
-    warps: int
-
-
 @choices.by_device
 def choose_gate_up(capability: tuple[int, int], size: int) -> Blocks:
     """Not yet measured."""
-    return Blocks(16, min(64, max(8, triton.next_power_of_2(size // 8))), 4)
+    return blocks_of(size, 4)
 
 
 @choices.by_device
 def choose_down(capability: tuple[int, int], intermediate: int) -> Blocks:
     """Not yet measured."""
-    return Blocks(8, min(64, max(8, triton.next_power_of_2(intermediate // 8))), 4)
+    return blocks_of(intermediate, 8)
 
 
 Packed = tuple[torch.Tensor, torch.Tensor]
@@ -217,7 +234,7 @@ def compile_cases() -> list[tuple]:
         ("v2-lite", 64, 6, 2048, 1408, 2),
         ("v3", 256, 8, 7168, 2048, 1),
     ):
-        for capability in (80, 90, 100):
+        for capability in (80, 90, 100) if model == "v2-lite" else (90,):
             where = (capability // 10, capability % 10)
             first, second = choose_gate_up(where, size), choose_down(where, intermediate)
             fixed = {"E": experts, "K": top_k, "SHARED": shared, "ADD": True, "D": size, "I": intermediate}

@@ -32,6 +32,14 @@ def _load_tile(words, groups, start, D: tl.constexpr, GROUP: tl.constexpr, BLOCK
     return codes, tl.load(groups + start // GROUP)
 
 
+@triton.jit
+def _product(weight, value, total, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+    if SWAP:
+        return tl.dot(weight, tl.trans(value), total, input_precision=PRECISION)
+    else:
+        return tl.dot(value, tl.trans(weight), total, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def int4_tiles_kernel(
     x,  # hidden [T, D], or active [pairs, D] for DOWN; rows contiguous
@@ -63,6 +71,7 @@ def int4_tiles_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    SWAP: tl.constexpr,
     ROW_TILES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -116,7 +125,10 @@ def int4_tiles_kernel(
     if GATED:
         other_rows = second + safe * width + tl.arange(0, BLOCK_K // 8)[None, :]
         other_scales = second_scales + safe * scales_width
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # weights first: tensor cores take them from registers
+    if SWAP:  # noqa: SIM108
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     other = total
     for start in tl.range(0, D, BLOCK_K, num_stages=STAGES):
         if D % BLOCK_K == 0:
@@ -126,12 +138,13 @@ def int4_tiles_kernel(
         codes, scale = _load_tile(rows, row_scales, start, D, GROUP, BLOCK_K)
         if GATED:
             more_codes, more_scale = _load_tile(other_rows, other_scales, start, D, GROUP, BLOCK_K)
-        total = tl.dot(weight_tile(codes, scale, dtype, False), tl.trans(value), total, input_precision=PRECISION)
+        total = _product(weight_tile(codes, scale, dtype, False), value, total, SWAP, PRECISION)
         if GATED:
-            weight = weight_tile(more_codes, more_scale, dtype, False)
-            other = tl.dot(weight, tl.trans(value), other, input_precision=PRECISION)
+            other = _product(weight_tile(more_codes, more_scale, dtype, False), value, other, SWAP, PRECISION)
     if GATED:
         total = silu(total) * other
+    if not SWAP:
+        total = tl.trans(total)
     inside = (outer < N)[:, None] & used[None, :]
     place = target[None, :] * N + outer[:, None]
     if BIAS:
@@ -149,6 +162,7 @@ class Tile(NamedTuple):
     inner: int
     warps: int
     stages: int
+    swap: bool = False
 
 
 @choices.by_device
@@ -179,7 +193,7 @@ def rows_of_tile(rows: float, itemsize: int) -> int:
 
 def _constants(tile: Tile, group_size: int, precision: str) -> tuple[object, ...]:
     inner = 8 * words_of_group(group_size, tile.inner // 8)
-    return (group_size, tile.rows, tile.columns, inner, tile.stages, ROW_TILES, precision)
+    return (group_size, tile.rows, tile.columns, inner, tile.stages, tile.swap, ROW_TILES, precision)
 
 
 Packed = tuple[torch.Tensor, torch.Tensor]
@@ -336,9 +350,9 @@ def compile_cases() -> list[tuple]:
     attrs = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
     cases = []
     for form, name, size, count, rows in (
-        (GATE_UP, "gate_up", 2048, 1408, (16, 32, 64, 128)),
-        (DOWN, "down", 1408, 2048, (16, 32, 64, 128)),
-        (DENSE, "dense", 10944, 2048, (16, 128)),
+        (GATE_UP, "gate_up", 2048, 1408, (16, 128)),
+        (DOWN, "down", 1408, 2048, (32, 64)),
+        (DENSE, "dense", 10944, 2048, (16,)),
     ):
         for capability in (80, 90, 100):
             for number in rows:

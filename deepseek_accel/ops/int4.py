@@ -4,9 +4,10 @@
 
 The last group is short where the group size does not divide the number of inputs (10,944 = 85 x 128 + 64).
 
-Packed, eight codes of a row are one int32: the code of input 8 w + NIBBLES[p] lies in bits 4 p to 4 p + 3 of word w. So
-inputs 2 j and 2 j + 1 are 16 bits apart, where a mask and an "or" make two 16-bit numbers of them at once. Rows are
-padded to 32 inputs, 16 bytes. Scale and zero lie side by side, both as numbers of the model's dtype.
+Packed, 32 neighbouring codes of a row are four int32, the 16 bytes that a thread reads: the code of input 4 p + w lies
+in bits 4 p to 4 p + 3 of word w. So the inputs that belong to place p of the four words are neighbours too, and two
+words give two neighbouring 16-bit numbers with one mask. Rows are padded to 32 inputs. Scale and zero lie side by side,
+both as numbers of the model's dtype.
 
 Letters: N outputs, K inputs, G groups = ceil(K / group_size), E experts.
 """
@@ -14,14 +15,12 @@ Letters: N outputs, K inputs, G groups = ceil(K / group_size), E experts.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Place in its word -> input: AWQ's order, but along the inputs."""
 LEAST_GROUP = 32
 LEVELS = 15
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,6 +94,8 @@ class Int4Weight:
     size: int
     """K."""
     group_size: int
+    native: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """What torch's own operation on a CPU reads, by expert: made by `ops.int4_linear` where it is first used."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,7 +116,9 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.groups.nbytes
+        """With what a CPU has made of them for itself."""
+        own = sum(t.nbytes for form in tuple(self.native.values()) for t in form)
+        return self.words.nbytes + self.groups.nbytes + own
 
     @property
     def scales(self) -> Tensor:
@@ -129,9 +132,9 @@ class Int4Weight:
 
     def codes(self) -> Tensor:
         """uint8 [..., N, K], what was packed."""
-        shifts = 4 * torch.tensor([NIBBLES.index(k) for k in range(8)], dtype=torch.int32, device=self.device)
-        codes = (self.words.unsqueeze(-1) >> shifts) & 15
-        return codes.to(torch.uint8).flatten(-2)[..., : self.size]
+        octets = self.words.view(torch.uint8).unflatten(-1, (-1, 4, 4)).transpose(-1, -2)  # [..., N, chunk, byte, word]
+        codes = torch.stack((octets & 15, octets >> 4), -2)  # [..., N, chunk, byte, half, word]
+        return codes.flatten(-4)[..., : self.size]
 
     def __getitem__(self, expert: Any) -> Int4Weight:
         """One expert of [E, N, K], or rows of [N, K]."""
@@ -165,9 +168,9 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Int4W
         raise ValueError("a scale is not finite")
     size = codes.shape[-1]
     missing = -size % LEAST_GROUP
-    eights = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, 8))
-    halves = [eights[..., NIBBLES[p]] | (eights[..., NIBBLES[p + 1]] << 4) for p in (0, 2, 4, 6)]  # bytes, low first
-    words = torch.stack(halves, -1).contiguous().view(torch.int32).squeeze(-1)
+    chunks = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, 8, 4))  # [..., N, chunk, place, word]
+    octets = chunks[..., 0::2, :] | (chunks[..., 1::2, :] << 4)  # low places first
+    words = octets.transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1).flatten(-2)
     groups = torch.stack((scales, zeros.to(scales.dtype)), -1).contiguous()
     return Int4Weight(words, groups, size, group_size)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from .experts import Shared, Weight, fused_experts
 from .experts import mixture as plain_mixture
 from .int4 import Int4Weight, dequantize
-from .int4_linear import check_input, takes_kernels, unpack
+from .int4_linear import check_input, native_linear, takes_kernels, takes_native, unpack
 from .projection import gated_project, project
 
 UNPACK_ROWS = 256
@@ -44,10 +44,19 @@ def _check(hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Int4Weight
         )
 
 
+def _expert_linear(x: Tensor, weight: Int4Weight, expert: int, native: bool) -> Tensor:
+    if native and takes_native(len(x), weight):
+        return native_linear(x, weight, expert)
+    return F.linear(x, dequantize(weight[expert], x.dtype))
+
+
 def int4_experts_reference(
-    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Int4Weight, down: Int4Weight
+    hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Int4Weight, down: Int4Weight, native: bool = False
 ) -> Tensor:
-    """The definition, expert by expert, those that were chosen unpacked one at a time. In hidden's dtype; fp64 too."""
+    """The definition, expert by expert, those that were chosen unpacked one at a time. In hidden's dtype; fp64 too.
+
+    native: with torch's own four-bit product on a CPU where that fits; no gradient then.
+    """
     num_experts = down.shape[0]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     outputs = torch.zeros(*indices.shape, hidden.shape[1], dtype=wide, device=hidden.device)  # [T, K, D]
@@ -55,8 +64,8 @@ def int4_experts_reference(
         if not 0 <= expert < num_experts:
             continue
         token, slot = torch.where(indices == expert)
-        gate, up = F.linear(hidden[token], dequantize(gate_up[expert], hidden.dtype)).chunk(2, dim=-1)
-        output = F.linear(F.silu(gate) * up, dequantize(down[expert], hidden.dtype))
+        gate, up = _expert_linear(hidden[token], gate_up, expert, native).chunk(2, dim=-1)
+        output = _expert_linear(F.silu(gate) * up, down, expert, native)
         outputs[token, slot] = output.to(wide) * weights[token, slot, None].to(wide)
     total = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
     for output in outputs.unbind(1):
@@ -76,7 +85,8 @@ def int4_experts(hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Int4
         return torch.empty_like(hidden)
     if takes_kernels(hidden, weights):
         return _launch(hidden, indices, weights, gate_up, down, None, None)
-    return int4_experts_reference(hidden, indices, weights, gate_up, down)
+    native = not (torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad))
+    return int4_experts_reference(hidden, indices, weights, gate_up, down, native)
 
 
 def int4_mixture(

@@ -1,7 +1,8 @@
 """Pack weights in four bits: routed and shared experts and dense MLPs; the rest keeps the model's dtype.
 
-A linear layer stays the object it was: its `weight` becomes None, `_accel_weight` holds the packed form, and its
-`forward` computes with that. Experts keep their two packed tensors in the same way. Undo puts the same parameters back.
+A linear layer stays the object it was: `_accel_weight` holds the packed form, its `forward` computes with that, and its
+`weight` becomes an empty parameter, so that whoever asks still learns device and dtype. Experts keep their two packed
+tensors in the same way. Undo puts the same parameters back.
 """
 
 from __future__ import annotations
@@ -81,17 +82,19 @@ class Kept:
             parameter.data = parameter.data.to(self.device)
 
 
-def take_away(parameter: nn.Parameter, drops: bool) -> None:
-    """In place of a parameter that is packed. A GPU's goes to host memory, also to be dropped when all are packed: an
-    error in between can then still be undone. Others stay where they are."""
+def take_away(parameter: nn.Parameter, drops: bool, device: torch.device) -> nn.Parameter:
+    """What stands for a parameter that is packed. A GPU's own goes to host memory, also to be dropped when all are
+    packed: an error in between can then still be undone. Others stay where they are."""
     data = parameter.data
+    stand_in = nn.Parameter(torch.empty(0, dtype=data.dtype, device=device), requires_grad=False)
     if data.is_cuda:
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=not drops)
         parameter.data = host.copy_(data)
+    return stand_in
 
 
 def packed(parameter: nn.Parameter, name: str, group_size: int, calibration: Any, device: torch.device) -> Int4Weight:
-    """The packed form, on `device`, of the parameter called `name`. Raises PlanError if its numbers cannot be packed."""
+    """The packed form, on `device`, of the parameter `name`. Raises PlanError if its numbers cannot be packed."""
     weight = parameter.detach()
     try:
         if calibration is not None and name in calibration.names:
@@ -229,6 +232,13 @@ class MixedPrecision(Pass):
             raise PlanError(f"skip holds {error.pattern!r}, which is no regular expression: {error}") from error
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
+        if self.method == "awq" and self.calibration is None:
+            yield Skip(
+                "calibration",
+                'method="awq" needs one: `calibration = calibrate_awq(model, data)`, then '
+                '`MixedPrecision(calibration=calibration)`. Without data: method="rtn", round to nearest.',
+            )
+            return
         calibration = self._calibration(model)
         names = {id(module): name for name, module in model.named_modules()}
         patterns = self._patterns()
@@ -263,11 +273,6 @@ class MixedPrecision(Pass):
             if self.calibration is not None:
                 raise PlanError('method="rtn" takes no calibration; leave it out, or write method="awq"')
             return None
-        if self.calibration is None:
-            raise PlanError(
-                'method="awq" needs a calibration: `calibration = calibrate_awq(model, data)`, then '
-                '`MixedPrecision(calibration=calibration)`. Without data: method="rtn", round to nearest.'
-            )
         calibration = self.calibration
         if not hasattr(calibration, "quantize"):
             raise PlanError(f"calibration must be what `calibrate_awq` returns, got {type(calibration).__name__}")
@@ -287,7 +292,7 @@ class MixedPrecision(Pass):
             build = partial(packed, parameter, where, self.group_size, calibration, target)
             yield Edit(module, packed_name(name), build, where)
             kept = Kept(parameter.device, drops)
-            yield Edit(module, name, partial(take_away, parameter, drops), where, kept)
+            yield Edit(module, name, partial(take_away, parameter, drops, target), where, kept)
         if part.parameters == EXPERTS:
             if not context.has("experts"):  # else that pass writes this slot
                 implementation = module.config._experts_implementation
