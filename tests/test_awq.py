@@ -274,6 +274,9 @@ def test_saved_and_loaded(tmp_path):
     same(calibration, loaded)
     assert loaded.rows == calibration.rows
     same(calibration, copy.deepcopy(loaded))
+    by_path = MixedPrecision(group_size=GROUP, calibration=str(tmp_path / "kept"))
+    assert by_path == MixedPrecision(group_size=GROUP, calibration=loaded) and hash(by_path)
+    assert by_path != MixedPrecision(group_size=GROUP, calibration=calibrated("deepseek_v3", feedback=False))
     same(calibration, pickle.loads(pickle.dumps(calibration)))
     again = tmp_path / "again"
     loaded.save(again)

@@ -175,6 +175,12 @@ class AwqCalibration:
     def __reduce__(self) -> Any:  # open files do not travel; deepcopy and pickle of a model carry its configuration
         return AwqCalibration, (self._index, self._layers, self._folder)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AwqCalibration) and self._index == other._index
+
+    def __hash__(self) -> int:
+        return hash((self._index["data"], self.group_size))
+
     def __repr__(self) -> str:
         return (
             f"AwqCalibration({len(self.names)} weights, {len(self._index['layers'])} layers, group {self.group_size})"
