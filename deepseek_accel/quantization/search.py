@@ -25,8 +25,9 @@ SEARCHED_EXPERTS = 16
 SEARCHED_TOKENS = 512
 """On how many routed experts, and about how many tokens of each, the scales that all share are tried."""
 CHUNK_BYTES = 2 << 30
-"""About what the weights and inputs of one batch of experts may take."""
+"""About what a batch of experts may take, with its inputs; as much as the layer's weights if that is more."""
 TOKENS_AT_ONCE = 4096
+SAMPLES = 1 << 20
 BINS = 16
 """Of the histograms that `weight_kl` compares, over 4 standard deviations to either side: as many as codes."""
 
@@ -72,7 +73,8 @@ class Found:
         self.noise += float((weight.double() - rounded.double()).square().sum())
         self._limit = self._limit or 4 * float(weight.std()) or 1.0
         for key, values in (("before", weight), ("after", rounded)):
-            counts = torch.histc(values.clamp(-self._limit, self._limit).cpu(), BINS, -self._limit, self._limit)
+            seen = values.reshape(-1)[:: max(1, values.numel() // SAMPLES)].clamp(-self._limit, self._limit).cpu()
+            counts = torch.histc(seen, BINS, -self._limit, self._limit)
             self._counts[key] = self._counts.get(key, torch.zeros(BINS, dtype=torch.double)) + counts.double()
 
     def row(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def round_mlp(
     down = weights[mlp.down]
     experts = len(down) if mlp.routed else 1
     per_expert = 4 * (8 * 3 * down[0].numel() + 6 * inputs.hidden.shape[1] ** 2) if mlp.routed else CHUNK_BYTES
-    step = max(1, CHUNK_BYTES // per_expert)
+    step = max(1, max(CHUNK_BYTES, sum(weights[name].nbytes for name in mlp.names)) // per_expert)
     pieces: list[dict[str, Tensor]] = []
     for start in range(0, experts, step):
         numbers = range(start, min(start + step, experts))
