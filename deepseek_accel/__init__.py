@@ -10,6 +10,7 @@ from .errors import (
     RestoreError,
     UnsupportedModelError,
 )
+from .loading import load_quantized
 from .models.deepseek import register
 from .passes.attention import Attention
 from .passes.cuda_graphs import CUDAGraphs
@@ -17,6 +18,8 @@ from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
 from .passes.mixed_precision import MixedPrecision
+from .quantization.awq import calibrate_awq
+from .quantization.calibration import AwqCalibration
 
 register()
 del register
@@ -26,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccelError",
     "Attention",
+    "AwqCalibration",
     "CUDAGraphs",
     "CacheFullError",
     "CheckpointError",
@@ -37,6 +41,8 @@ __all__ = [
     "PlanError",
     "RestoreError",
     "UnsupportedModelError",
+    "calibrate_awq",
+    "load_quantized",
     "optimize",
     "plan",
     "report",

@@ -8,6 +8,7 @@ tensors in the same way. Undo puts the same parameters back.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from ..ops.choice import why_not_triton
 from ..ops.int4 import DTYPES, Int4Weight, pack, round_to_nearest, why_no_group_size
 from ..ops.int4_linear import int4_linear
 from ..plan import Context, Edit, Note, Skip
+from ..quantization.calibration import AwqCalibration
 from ..watch import count, why_foreign
 from .base import Pass
 from .experts import experts_forward, why_not_fused
@@ -204,6 +206,8 @@ class MixedPrecision(Pass):
     originals: str = "host"
 
     def __post_init__(self) -> None:
+        if isinstance(self.calibration, (str, os.PathLike)):
+            object.__setattr__(self, "calibration", AwqCalibration.load(self.calibration))
         if self.bits != 4:
             raise PlanError(f"bits must be 4, got {self.bits!r}")
         if reason := why_no_group_size(self.group_size):
