@@ -12,6 +12,7 @@ from .errors import (
 )
 from .gating.calibrate import calibrate_gates
 from .gating.sensitivity import GateSensitivity
+from .loading import load_quantized
 from .models.deepseek import register
 from .passes.adaptive_topk import AdaptiveTopK
 from .passes.attention import Attention
@@ -19,6 +20,9 @@ from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
+from .passes.mixed_precision import MixedPrecision
+from .quantization.awq import calibrate_awq
+from .quantization.calibration import AwqCalibration
 
 register()
 del register
@@ -29,6 +33,7 @@ __all__ = [
     "AccelError",
     "AdaptiveTopK",
     "Attention",
+    "AwqCalibration",
     "CUDAGraphs",
     "CacheFullError",
     "CheckpointError",
@@ -36,11 +41,14 @@ __all__ = [
     "FusedLayers",
     "GateSensitivity",
     "KVCache",
+    "MixedPrecision",
     "OptimizeConfig",
     "PlanError",
     "RestoreError",
     "UnsupportedModelError",
+    "calibrate_awq",
     "calibrate_gates",
+    "load_quantized",
     "optimize",
     "plan",
     "report",

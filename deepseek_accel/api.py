@@ -14,6 +14,7 @@ from .config import OptimizeConfig
 from .errors import PlanError
 from .journal import Journal
 from .passes.base import Pass
+from .passes.mixed_precision import packed_bytes
 from .plan import Context, Edit, Plan, Step
 from .report import Report
 from .versions import check_transformers
@@ -40,7 +41,8 @@ def _state(model: Any) -> Optimized | None:
 
 
 def _parameter_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    """Packed weights included; originals that wait on the host are not."""
+    return sum(p.numel() * p.element_size() for p in model.parameters()) + packed_bytes(model)
 
 
 def _check_same(state: Optimized, options: OptimizeConfig) -> None:
@@ -97,10 +99,11 @@ def optimize(model: Model, config: Config = None) -> Model:
     state = Optimized(options, journal, intended.rows(), intended.context.counters, _parameter_bytes(inner))
     try:
         for edit in [*intended.edits(), Edit(inner, _SLOT, lambda: state, "model")]:
-            journal.set(edit.owner, edit.name, edit.build())
+            journal.set(edit.owner, edit.name, edit.build(), edit.original)
     except BaseException:
         journal.undo()
         raise
+    journal.settle()
     return model
 
 

@@ -53,9 +53,9 @@ def checkpoint_plan(directory: str, config: str | None = None, device_name: str 
     from . import api, families
     from .bench.environment import dtype_name, resolve_device
     from .bench.floor import cache_of
-    from .bench.shapes import local_config
     from .config import OptimizeConfig
     from .errors import UnsupportedModelError
+    from .quantization.files import local_config
 
     options = OptimizeConfig.lossless() if config is None else OptimizeConfig.from_json(config)
     device = resolve_device(device_name)
@@ -104,6 +104,69 @@ def place(model: Any, device: Any) -> None:
                 number = parameter.new_zeros((), device=device)
                 module._parameters[name] = nn.Parameter(number.expand(parameter.shape), requires_grad=False)
     model.tie_weights()
+
+
+def quantize(arguments: argparse.Namespace) -> int:
+    from .bench import tables
+    from .quantization.write import write_quantized
+
+    calibration = _calibrate(arguments) if arguments.method == "awq" else None
+    written = write_quantized(
+        arguments.model_dir,
+        arguments.out_dir,
+        calibration=calibration,
+        group_size=arguments.group_size,
+        targets=arguments.targets.split(","),
+        skip=arguments.skip,
+        shard_bytes=int(arguments.shard_gb * 1e9),
+    )
+    rows = [] if calibration is None else calibration.rows
+    if arguments.json:
+        print(tables.to_json({"method": arguments.method, "layers": rows, **vars(written)}))
+        return 0
+    for row in rows:
+        print(
+            f"layer {row['layer']}: output {row['output_snr_db']:.1f} dB, weights {row['weight_snr_db']:.1f} dB, "
+            f"KL {row['weight_kl']:.4f}, alpha {row['alpha']}, experts {row['experts_hit']} of {row['experts']} met"
+        )
+    for module, why in written.kept.items():
+        print(f"16 bits: {module}: {why}")
+    print(
+        f"{written.directory}: {written.quantized:,} weights in 4 bits, {written.bytes_before:,} bytes before, "
+        f"{written.bytes_after:,} now, {written.files} file(s)"
+    )
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> Any:
+    """The calibration for `quantize`; its finished layers wait beside the output until that is written."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .bench.environment import resolve_device
+    from .errors import PlanError
+    from .quantization.awq import calibrate_awq
+    from .quantization.files import TensorFiles, local_config
+    from .quantization.text import windows
+    from .quantization.write import check_output
+
+    if not arguments.text:
+        raise PlanError("AWQ needs text: `--text FILE ...`, of the kind the model will see. Or `--method rtn`.")
+    check_output(arguments.model_dir, arguments.out_dir)
+    local_config(arguments.model_dir)
+    TensorFiles(arguments.model_dir)
+    device = resolve_device(arguments.device)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_dir)
+    data = windows(arguments.text, tokenizer, arguments.samples)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model_dir, dtype="auto").to(device).eval()
+    return calibrate_awq(
+        model,
+        data,
+        group_size=arguments.group_size,
+        targets=arguments.targets.split(","),
+        skip=arguments.skip,
+        feedback=not arguments.no_feedback,
+        folder=arguments.calibration or f"{arguments.out_dir.rstrip('/')}.calibration",
+    )
 
 
 def bench_generate(arguments: argparse.Namespace) -> int:
@@ -309,6 +372,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--max-tokens", type=int, default=65536, metavar="N", help="use at most N (default 65536)")
     _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.set_defaults(run=calibrate)
+    _quantize_arguments(commands.add_parser("quantize", help="write a checkpoint with MLPs and experts in four bits"))
 
     benches = commands.add_parser("bench", help="time whole models or single ops").add_subparsers(
         title="benches", required=True, metavar="BENCH"
@@ -325,6 +389,23 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
     command.set_defaults(run=bench_ops)
     return top
+
+
+def _quantize_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model_dir", metavar="MODEL_DIR", help="the directory of a 16-bit checkpoint")
+    command.add_argument("out_dir", metavar="OUT_DIR", help="a directory to make, in the layout of AutoAWQ")
+    command.add_argument("--method", choices=("awq", "rtn"), default="awq", help="awq (default) or round to nearest")
+    command.add_argument("--text", nargs="+", metavar="FILE", help="text files to calibrate on (awq)")
+    command.add_argument("--samples", type=int, default=64, metavar="N", help="1,024-token pieces of it (default 64)")
+    command.add_argument("--group-size", type=int, default=128, metavar="N", help="inputs to a scale (default 128)")
+    command.add_argument("--targets", default="experts,mlp", help="experts (routed and shared), mlp (default: both)")
+    command.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="modules that stay, or expressions")
+    command.add_argument("--no-feedback", action="store_true", help="awq without feedback between columns")
+    command.add_argument("--calibration", metavar="DIR", help="where finished layers go (default: OUT_DIR.calibration)")
+    command.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="most of one file (default 5)")
+    command.add_argument("--device", default="auto", help=DEVICE_HELP)
+    command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    command.set_defaults(run=quantize)
 
 
 def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """The only place that writes to a live model. Each write is recorded, so it can be taken back exactly."""
 
 import types
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import RestoreError
 
@@ -12,6 +12,10 @@ HOOKED = "_old_forward"
 
 class _ABSENT:
     """The attribute did not exist. A class, because a class keeps its identity under deepcopy and pickle."""
+
+
+class _DROPPED:
+    """The old value is gone. A class, as above."""
 
 
 def forward_slot(module: Any) -> str:
@@ -37,27 +41,50 @@ def _write(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
+class Original(Protocol):
+    """How a replaced value is kept that would take too much where it was."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether it is given up once everything is written: then there is no undo."""
+
+    def bring_back(self, value: Any) -> None:
+        """Make the old value what it was, before it is put back."""
+
+
 class Journal:
     """Writes attributes and remembers what was there."""
 
     def __init__(self) -> None:
-        self._writes: list[tuple[Any, str, Any, Any]] = []
+        self._writes: list[tuple[Any, str, Any, Any, Original | None]] = []
 
     def __len__(self) -> int:
         return len(self._writes)
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
+    def set(self, owner: Any, name: str, value: Any, original: Original | None = None) -> None:
         """Write `value` to `owner.name`."""
-        self._writes.append((owner, name, _read(owner, name), value))
+        self._writes.append((owner, name, _read(owner, name), value, original))
         setattr(owner, name, value)
+
+    def settle(self) -> None:
+        """Everything is written: let go of the old values that are to be dropped."""
+        for i, (owner, name, _, value, original) in enumerate(self._writes):
+            if original is not None and original.drops:
+                self._writes[i] = (owner, name, _DROPPED, value, None)
 
     def undo(self) -> None:
         """Put every value back, the same objects.
 
-        Raises RestoreError, having changed nothing, if someone else wrote to one of the slots since.
+        Raises RestoreError, having changed nothing, if someone else wrote to one of the slots since, or if an old value
+        was dropped.
         """
+        if any(old is _DROPPED for _, _, old, _, _ in self._writes):
+            raise RestoreError(
+                'the 16-bit weights were dropped (originals="drop"): load the model again with `from_pretrained`, or '
+                'keep them with originals="host".'
+            )
         slots: dict[tuple[int, str], str] = {}
-        newest = {(id(owner), name): (owner, name, value) for owner, name, _, value in self._writes}
+        newest = {(id(owner), name): (owner, name, value) for owner, name, _, value, _ in self._writes}
         for owner, name, value in newest.values():
             slot = next((s for s in _possible_slots(name) if _read(owner, s) is value), None)
             if slot is None:
@@ -67,7 +94,10 @@ class Journal:
                 )
             slots[id(owner), name] = slot
         while self._writes:
-            owner, name, old, _ = self._writes.pop()
+            owner, name, old, _, original = self._writes[-1]
+            if original is not None:
+                original.bring_back(old)
+            self._writes.pop()
             _write(owner, slots[id(owner), name], old)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import PlanError
+from .journal import Original
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Edit:
     name: str
     build: Callable[[], Any]
     where: str
+    original: Original | None = None
+    """How the value that is replaced is kept, if not as it is."""
 
 
 @dataclass(frozen=True)

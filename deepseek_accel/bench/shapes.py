@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import AccelError, CheckpointError
-from ..families import NATIVE
+from ..errors import AccelError
+from ..quantization.files import local_config
 
 
 def _yarn(mscale: float) -> dict[str, Any]:
@@ -258,38 +257,6 @@ def heldout_ids(tokenizer: Any) -> Any:
 
     parts = [tokenizer(document, verbose=False).input_ids for document in models.heldout_documents()]
     return torch.tensor([token for part in parts for token in part])
-
-
-def local_config(directory: str) -> Any:
-    """The transformers config of a checkpoint directory; code that comes with the checkpoint is never run.
-
-    Raises CheckpointError saying what is missing.
-    """
-    path = Path(directory) / "config.json"
-    if not Path(directory).is_dir():
-        raise CheckpointError(f"no such directory: {directory!r}. Give the directory of a downloaded checkpoint.")
-    if not path.is_file():
-        raise CheckpointError(f"{directory!r} holds no config.json, so it is not a transformers checkpoint")
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} is not valid JSON: {error}") from error
-    import transformers
-
-    model_type = stored.get("model_type") if isinstance(stored, dict) else None
-    if model_type not in transformers.CONFIG_MAPPING:
-        version = f"transformers {transformers.__version__}"
-        if isinstance(stored, dict) and "auto_map" in stored:
-            raise CheckpointError(
-                f"{directory!r} runs on Python code of its own (auto_map in config.json): {version} has no class for "
-                f"model_type={model_type!r}, and deepseek-accel never runs code that comes with a checkpoint. "
-                f"It works on transformers' own classes. {NATIVE}"
-            )
-        raise CheckpointError(f"{version} has no class for model_type={model_type!r} of {str(path)!r}")
-    try:
-        return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its validation of a field raises
-        raise CheckpointError(f"transformers cannot read {str(path)!r}: {error}") from error
 
 
 def chosen_config(passes: str) -> Any:

@@ -20,7 +20,7 @@ from ..versions import cache_argument
 from ..watch import count
 from .graphs import POSTS, GraphRun, NoRoom, StepGraphs
 from .join_graphs import GRAPH_TOKENS, joins
-from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, read_model
+from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, is_packed, read_model
 from .prefill import entry_sizes, prefill
 from .prompt_graphs import size_class
 from .reuse import Reuse, begin_reuse
@@ -566,7 +566,12 @@ class _Sampling:
         mixtures = sum(isinstance(layer.mlp, Mixture) for layer in layers)
         counted = {step: len(layers), attention: len(layers), "experts: fused router": mixtures}
         drops = sum(isinstance(layer.mlp, Mixture) and layer.mlp.drop is not None for layer in layers)
-        counted |= {"experts: fused": mixtures, "adaptive_topk: routers": drops}
+        packed = sum(is_packed(layer) for layer in layers)
+        counted |= {
+            "experts: fused": mixtures,
+            "adaptive_topk: routers": drops,
+            "mixed_precision: packed layers": packed,
+        }
         for what, each in counted.items():
             if times * each:
                 self.loop.counters[what] += times * each

@@ -19,9 +19,13 @@ import torch
 from torch import nn
 
 from ..watch import is_called
+from .lines import packed_name
 
 PROBES = 32
 """Values of each tensor that are compared, evenly spaced from its first."""
+
+PACKED = tuple(packed_name(name) for name in ("weight", "gate_up_proj", "down_proj"))
+"""Attributes of modules that hold weights in four bits."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)
@@ -30,8 +34,8 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, p
 class Fingerprint:
     """One model at one moment.
 
-    tensors: parameters and buffers, in the order of modules. values: some of their contents. state: numbers, names and
-    switches of the modules, active adapters among them; hashable.
+    tensors: parameters, buffers and packed weights, in the order of modules. values: some of their contents. state:
+    numbers, names and switches of the modules, active adapters among them; hashable.
     """
 
     def __init__(self, model: nn.Module, earlier: Fingerprint | None = None) -> None:
@@ -54,6 +58,9 @@ class Fingerprint:
             for table in (known["_parameters"], known["_buffers"]):
                 if table:
                     tensors += table.values()
+            for name in PACKED:
+                if (packed := known.get(name)) is not None:
+                    tensors += packed.tensors()
             kind = type(module)
             # functions are held, not numbered: another one may get the number of one that is gone
             state += (kind, kind.forward)

@@ -14,6 +14,8 @@ from torch import nn
 from ..families.base import Family, RouterRule
 from ..journal import forward_slot
 from ..ops.adaptive_topk import Drop
+from ..ops.int4 import Int4Weight
+from ..ops.projection import Weight
 from ..watch import is_called, is_plain, is_silu, stands_in, why_foreign, why_replaced
 
 Norm = tuple[torch.Tensor, float]
@@ -26,9 +28,9 @@ class Watched(Exception):
 class Dense(NamedTuple):
     """down(silu(gate x) * (up x)): gate and up [I, D], down [D, I]."""
 
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: Weight
+    up: Weight
+    down: Weight
 
 
 class Mixture(NamedTuple):
@@ -37,25 +39,25 @@ class Mixture(NamedTuple):
     router: torch.Tensor
     bias: torch.Tensor | None
     rule: RouterRule
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    gate_up: Weight
+    down: Weight
+    shared: tuple[Weight, Weight, Weight] | None
     drop: Drop | None
 
 
 class LatentAttention(NamedTuple):
     """Multi-head latent attention. inputs: (q or q_a, kv_a), what reads the normalised hidden state."""
 
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[Weight, ...]
     biases: tuple[torch.Tensor | None, ...]
     query_norm: Norm | None
-    query_up: tuple[torch.Tensor, torch.Tensor | None] | None
+    query_up: tuple[Weight, torch.Tensor | None] | None
     latent_norm: Norm
     w_kv: torch.Tensor
     """kv_b_proj [H (N + V), C]."""
     w_uk: torch.Tensor
     w_uv: torch.Tensor
-    output: tuple[torch.Tensor, torch.Tensor | None]
+    output: tuple[Weight, torch.Tensor | None]
     scale: float
     head_dim: int
     """N + R."""
@@ -64,9 +66,9 @@ class LatentAttention(NamedTuple):
 class GroupedAttention(NamedTuple):
     """Grouped-query attention. inputs: (q, k, v)."""
 
-    inputs: tuple[torch.Tensor, ...]
+    inputs: tuple[Weight, ...]
     biases: tuple[torch.Tensor | None, ...]
-    output: tuple[torch.Tensor, torch.Tensor | None]
+    output: tuple[Weight, torch.Tensor | None]
     scale: float
     head_dim: int
     num_kv_heads: int
@@ -89,8 +91,25 @@ def read_norm(norm: Any, like: torch.Tensor) -> Norm:
     return norm.weight, norm.variance_epsilon
 
 
-def read_linear(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(weight, bias) of a plain linear layer of like's dtype and device."""
+def packed_weight(module: Any, name: str = "weight") -> Int4Weight | None:
+    """What the mixed_precision pass has put in place of `module.<name>`, or None."""
+    packed = vars(module).get(packed_name(name))
+    return packed if isinstance(packed, Int4Weight) else None
+
+
+def packed_name(name: str) -> str:
+    """The attribute that holds the packed form of a module's parameter."""
+    return f"_accel_{name}"
+
+
+def read_linear(linear: Any, like: torch.Tensor) -> tuple[Weight, torch.Tensor | None]:
+    """(weight, bias) of a linear layer of like's dtype and device: plain, or packed in four bits."""
+    if (packed := packed_weight(linear)) is not None:
+        if is_called(linear) or not stands_in(vars(linear).get(forward_slot(linear))):
+            raise Watched("a projection is hooked")
+        if packed.dtype != like.dtype or packed.device != like.device:
+            raise Watched("a packed projection is elsewhere, or of another dtype")
+        return packed, linear._parameters["bias"]
     if not is_plain(linear, like):
         raise Watched("a projection is wrapped, quantized, hooked or elsewhere")
     return linear._parameters["weight"], linear._parameters["bias"]
@@ -102,8 +121,8 @@ def read_latent_attention(attention: Any, like: torch.Tensor) -> LatentAttention
     inputs.append(read_linear(parts["kv_a_proj_with_mqa"], like))
     low_rank = "q_proj" not in parts
     w_kv, bias = read_linear(parts["kv_b_proj"], like)
-    if bias is not None:
-        raise Watched("kv_b_proj has a bias")
+    if bias is not None or not isinstance(w_kv, torch.Tensor):
+        raise Watched("kv_b_proj has a bias, or is packed")
     w_uk, w_uv = absorbed_weights(attention)
     return LatentAttention(
         tuple(weight for weight, _ in inputs),
@@ -171,12 +190,15 @@ def read_mixture(block: Any, like: torch.Tensor, family: Family) -> Mixture:
     bias = getattr(gate, "e_score_correction_bias", None)
     weights = tuple(read_dense(shared, like)) if shared is not None else None
     dropping = gate_call.keywords.get("dropping")  # type: ignore[union-attr]
+    packed = packed_weight(experts, "gate_up_proj")
+    if packed is not None and (packed.dtype != like.dtype or packed.device != like.device):
+        raise Watched("packed experts are elsewhere, or of another dtype")
     return Mixture(
         gate.weight,
         bias,
         family.router(gate),
-        experts.gate_up_proj,
-        experts.down_proj,
+        packed or experts.gate_up_proj,
+        packed_weight(experts, "down_proj") or experts.down_proj,
         weights,  # type: ignore[arg-type]
         dropping.on(like.device) if dropping is not None else None,
     )
@@ -184,6 +206,8 @@ def read_mixture(block: Any, like: torch.Tensor, family: Family) -> Mixture:
 
 def why_stock_experts(experts: Any, implementation: str | None, *inputs: torch.Tensor) -> str | None:
     """Why this call runs transformers' own experts, or None. `implementation` is what the config said at first."""
+    if packed_weight(experts, "gate_up_proj") is not None:
+        return None  # transformers' own have no weights left to run on
     if torch.compiler.is_compiling():
         return "torch.compile"
     if torch.is_grad_enabled() and (
@@ -201,6 +225,19 @@ def why_stock_experts(experts: Any, implementation: str | None, *inputs: torch.T
     if chosen != implementation and (implementation, chosen) != ("grouped_mm", "batched_mm"):
         return f"experts implementation {chosen} was chosen"
     return None
+
+
+def is_packed(layer: Layer) -> bool:
+    """Whether some of a layer's weights are packed in four bits."""
+    return any(isinstance(value, Int4Weight) for part in (layer.attention, layer.mlp) for value in _parts(part))
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
 
 
 def read_layer(layer: Any, like: torch.Tensor, family: Family, *, modules: bool = False) -> Layer:
@@ -231,7 +268,7 @@ class Model(NamedTuple):
     embedding: torch.Tensor
     layers: tuple[Layer, ...]
     norm: Norm
-    head: tuple[torch.Tensor, torch.Tensor | None]
+    head: tuple[Weight, torch.Tensor | None]
     rotary: Any
     """The model's own module: (hidden, position ids) -> position embeddings."""
 
@@ -251,6 +288,9 @@ class Model(NamedTuple):
 def _leaves(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         yield (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+    elif isinstance(value, Int4Weight):
+        yield value.shape, value.group_size
+        yield from _leaves(value.tensors())
     elif isinstance(value, tuple):
         for part in value:
             yield from _leaves(part)

@@ -18,10 +18,12 @@ from torch import Tensor
 from ..ops.choice import uses_triton
 from ..ops.entry_write import entry_write
 from ..ops.experts import mixture
+from ..ops.int4 import Int4Weight
+from ..ops.int4_linear import int4_linear
 from ..ops.mla_attention import absorb_query
 from ..ops.prefill_attention import CUDNN_PIECE, Part, merge, prefill_attention
 from ..ops.prefill_write import prefill_write
-from ..ops.projection import gated_project, project
+from ..ops.projection import Weight, gated_project, project
 from ..ops.rms_norm import rms_norm
 from ..ops.router import ONE_LAUNCH_TOKENS, norm_route, route_normed
 from .lines import Dense, GroupedAttention, LatentAttention, Layer, Mixture, Norm
@@ -138,6 +140,8 @@ def _run(
         if wanted:
             last_hidden[rows] = hidden
     weight, bias = model.head
+    if isinstance(weight, Int4Weight):
+        return int4_linear(rms_norm(last_hidden, *model.norm), weight, bias)
     return F.linear(rms_norm(last_hidden, *model.norm), weight, bias)
 
 
@@ -288,8 +292,10 @@ def layer_step(layer: Layer, x: Tensor, held: Any, span: Span, wanted: int, acti
     return x
 
 
-def add_product(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def add_product(x: Tensor, y: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x + y weight^T + bias, in x. Without a bias the sum is rounded once, in the product's own launch."""
+    if isinstance(weight, Int4Weight):
+        return x.copy_(int4_linear(y, weight, bias, residual=x))
     if bias is not None:
         return x.add_(F.linear(y, weight, bias))
     return x.addmm_(y, weight.t())

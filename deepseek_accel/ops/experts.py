@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .choice import uses_triton
+from .int4 import Int4Weight
 
 # (T, E, K, D, I)
 CASES = [
@@ -183,15 +184,16 @@ def fused_experts(
     return grouped_experts(hidden, indices, weights, gate_up, down)
 
 
-Shared = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Weight = torch.Tensor | Int4Weight
+Shared = tuple[Weight, Weight, Weight]
 
 
 def mixture(
     hidden: torch.Tensor,
     indices: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
     shared: Shared | None,
     residual: torch.Tensor,
 ) -> torch.Tensor:
@@ -199,8 +201,25 @@ def mixture(
 
     shared: gate [J, D], up [J, D] and down [D, J] of the shared experts taken as one MLP of size J, or None.
     residual [T, D], contiguous. The rest, and the result, as in `fused_experts`. On a GPU shared experts run in the
-    launches of the routed ones if J is a multiple of I and they are contiguous.
+    launches of the routed ones if J is a multiple of I and they are contiguous. Where weights are packed in four bits
+    it is `ops.int4_experts.int4_mixture`.
     """
+    if any(isinstance(weight, Int4Weight) for weight in (gate_up, down, *(shared or ()))):
+        from .int4_experts import int4_mixture
+
+        return int4_mixture(hidden, indices, weights, gate_up, down, shared, residual)
+    return _plain_mixture(hidden, indices, weights, gate_up, down, shared, residual)  # type: ignore[arg-type]
+
+
+def _plain_mixture(
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    residual: torch.Tensor,
+) -> torch.Tensor:
     if uses_triton(hidden.device) and hidden.dtype != torch.float64:
         from ..kernels import experts as kernel
 

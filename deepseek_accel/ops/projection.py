@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from .choice import uses_triton
+from .int4 import Int4Weight
+from .int4_linear import int4_gated, int4_linear
 from .rms_norm import rms_norm, rms_norm_reference
 
 Norm: TypeAlias = tuple[torch.Tensor, float]
@@ -42,14 +44,18 @@ GATED_CASES = [
 ]
 
 
-def _check(x: torch.Tensor, weights: Sequence[torch.Tensor], norm: Norm | None) -> None:
+Weight: TypeAlias = torch.Tensor | Int4Weight
+"""[N, D], or the same packed in four bits."""
+
+
+def _check(x: torch.Tensor, weights: Sequence[Weight], norm: Norm | None) -> None:
     if x.dim() != 2:
         raise ValueError(f"x must be [T, D], it has shape {tuple(x.shape)}")
     if not 1 <= len(weights) <= MAX_WEIGHTS:
         raise ValueError(f"there must be 1 to {MAX_WEIGHTS} weights, not {len(weights)}")
     size = x.shape[1]
     for weight in weights:
-        if weight.dim() != 2 or weight.shape[1] != size or weight.dtype != x.dtype:
+        if len(weight.shape) != 2 or weight.shape[1] != size or weight.dtype != x.dtype:
             raise ValueError(
                 f"a weight must be [N, {size}] of {x.dtype}, it is {tuple(weight.shape)} of {weight.dtype}"
             )
@@ -95,7 +101,7 @@ def project_reference(
 
 def project(
     x: torch.Tensor,
-    weights: tuple[torch.Tensor, ...],
+    weights: tuple[Weight, ...],
     biases: tuple[torch.Tensor | None, ...] | None = None,
     *,
     norm: Norm | None = None,
@@ -108,7 +114,8 @@ def project(
     of [T, N_i], contiguous, in that dtype.
 
     Few tokens on a GPU (`choose_form`) are one launch, which computes in fp32 and rounds once, at the end.
-    Elsewhere the norm, each product and the sum are rounded one by one, as by stock models.
+    Elsewhere the norm, each product and the sum are rounded one by one, as by stock models. Of weights that are packed
+    in four bits each is an `ops.int4_linear.int4_linear`.
     Source: the linear layers of transformers 5.24 (DeepseekV3Attention, LlamaAttention, Qwen2Attention).
     The kernel has no backward: where a gradient is wanted, torch is used.
     Raises ValueError if shapes or dtypes do not fit together.
@@ -117,25 +124,37 @@ def project(
     if biases is None:
         biases = (None,) * len(weights)
     if len(biases) != len(weights) or any(
-        b is not None and (b.shape != w.shape[:1] or b.dtype != x.dtype) for w, b in zip(weights, biases, strict=True)
+        b is not None and (tuple(b.shape) != tuple(w.shape[:1]) or b.dtype != x.dtype)
+        for w, b in zip(weights, biases, strict=True)
     ):
         raise ValueError(f"biases must be one per weight, [N] of {x.dtype} or None")
     if residual is not None:
         if len(weights) > 1:
             raise ValueError("a residual needs exactly one weight")
-        if residual.shape != (len(x), len(weights[0])) or residual.dtype != x.dtype:
-            raise ValueError(f"residual must be [{len(x)}, {len(weights[0])}] of {x.dtype}")
+        if residual.shape != (len(x), weights[0].shape[0]) or residual.dtype != x.dtype:
+            raise ValueError(f"residual must be [{len(x)}, {weights[0].shape[0]}] of {x.dtype}")
+    plain = tuple(weight for weight in weights if isinstance(weight, torch.Tensor))
+    if len(plain) < len(weights):
+        normed = x if norm is None else rms_norm(x, *norm)
+        return tuple(_times(normed, w, b, residual) for w, b in zip(weights, biases, strict=True))
 
     others = [tensor for tensor in (*biases, residual, None if norm is None else norm[0]) if tensor is not None]
-    form = _form(x, weights, others)
+    form = _form(x, plain, others)
     if form == "dots":
         from ..kernels import projection as dots
 
-        return dots.launch(x, weights, biases, norm, residual)
+        return dots.launch(x, plain, biases, norm, residual)
     normed = x if norm is None else rms_norm(x, *norm)
-    if residual is not None:
-        return (F.linear(normed, weights[0], biases[0]) + residual,)
-    return tuple(F.linear(normed, w, b) for w, b in zip(weights, biases, strict=True))
+    return tuple(_times(normed, w, b, residual) for w, b in zip(plain, biases, strict=True))
+
+
+def _times(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    if isinstance(weight, Int4Weight):
+        return int4_linear(x, weight, bias, residual)
+    out = F.linear(x, weight, bias)
+    return out if residual is None else out + residual
 
 
 def gated_project_reference(
@@ -146,12 +165,12 @@ def gated_project_reference(
     return F.silu(F.linear(normed, gate)) * F.linear(normed, up)
 
 
-def gated_project(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
+def gated_project(x: torch.Tensor, gate: Weight, up: Weight, *, norm: Norm | None = None) -> torch.Tensor:
     """silu(h gate^T) * (h up^T) with h = rms_norm(x), or x without a norm: the first half of a gated MLP.
 
     x [T, D]; gate and up [I, D]; norm (weight [D], eps) or None; all of one dtype. Returns [T, I] in that dtype.
     Launches and rounding as in `project`; with more tokens on a GPU the two products are rounded and one launch does
-    the rest.
+    the rest. Packed in four bits: `ops.int4_linear.int4_gated`; if only one of them is, each by itself.
     Source: DeepseekV3MLP and LlamaMLP of transformers 5.24, with silu and without biases.
     The kernels have no backward: where a gradient is wanted, torch is used.
     Raises ValueError if shapes or dtypes do not fit together.
@@ -159,6 +178,11 @@ def gated_project(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, norm
     _check(x, (gate, up), norm)
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have one shape, they have {tuple(gate.shape)} and {tuple(up.shape)}")
+    if isinstance(gate, Int4Weight) and isinstance(up, Int4Weight):
+        return int4_gated(x, gate, up, norm)
+    if isinstance(gate, Int4Weight) or isinstance(up, Int4Weight):
+        normed = x if norm is None else rms_norm(x, *norm)
+        return F.silu(_times(normed, gate)) * _times(normed, up)
     form = _form(x, (gate, up), () if norm is None else norm[:1])
     if form == "dots":
         from ..kernels import projection as dots

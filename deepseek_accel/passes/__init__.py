@@ -5,6 +5,7 @@ import importlib
 from .base import Pass
 
 PASSES = (
+    "mixed_precision",
     "attention",
     "experts",
     "adaptive_topk",

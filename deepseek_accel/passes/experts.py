@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..families.base import Family
-from ..generation.lines import why_stock_experts
+from ..generation.lines import packed_weight, why_stock_experts
 from ..journal import forward_slot
 from ..ops.choice import why_not_triton
 from ..ops.experts import fused_experts
+from ..ops.int4_experts import int4_experts
 from ..ops.router import route
 from ..plan import Context, Edit, Note, Skip
 from ..watch import count, is_silu, needs_gradients, why_foreign
@@ -55,6 +56,12 @@ def experts_forward(
     drops: bool = False,
 ) -> torch.Tensor:
     """hidden_states [T, D], top_k_index [T, K], top_k_weights [T, K] -> [T, D]. drops: of weight 0 means dropped."""
+    gate_up, down = packed_weight(experts, "gate_up_proj"), packed_weight(experts, "down_proj")
+    if gate_up is not None and down is not None:
+        count(counters, "experts: fused")
+        if drops:
+            top_k_index = top_k_index.masked_fill(top_k_weights == 0, -1)
+        return int4_experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
     reason = why_stock_experts(experts, implementation, hidden_states, top_k_weights)
     if reason is None:
         count(counters, "experts: fused")

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..families.base import Family
 from ..generation.decode import Loop, generate
-from ..generation.lines import Layer, Mixture, Watched, read_layer
+from ..generation.lines import Layer, Mixture, Watched, is_packed, read_layer
 from ..generation.reach import Reach
 from ..generation.step import Place, layer_step
 from ..journal import forward_slot
@@ -93,6 +93,8 @@ def layer_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, step: Lay
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
     count(step.counters, "layers: fused step")
     count(step.counters, "attention: absorbed" if step.family.attention == "mla" else "attention: paged")
+    if is_packed(line):
+        count(step.counters, "mixed_precision: packed layers")
     if isinstance(line.mlp, Mixture):
         count(step.counters, "experts: fused router")
         count(step.counters, "experts: fused")
