@@ -11,6 +11,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .loading import load_quantized
+from .models.deepseek import register
 from .passes.attention import Attention
 from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
@@ -19,6 +20,9 @@ from .passes.layers import FusedLayers
 from .passes.mixed_precision import MixedPrecision
 from .quantization.awq import calibrate_awq
 from .quantization.calibration import AwqCalibration
+
+register()
+del register
 
 __version__ = "0.1.0"
 

@@ -325,7 +325,10 @@ def _quantize_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
-    models = "v2-lite, v3-4layer, llm-7b, r1-distill-qwen-7b (random weights), tiny, or a checkpoint directory"
+    models = (
+        "v2-lite, v3-4layer, deepseek-moe-16b, llm-7b, r1-distill-qwen-7b (random weights), tiny, "
+        "or a checkpoint directory"
+    )
     command.add_argument("--model", help=f"{models} (default: v2-lite on a GPU, tiny on a CPU)")
     command.add_argument("--points", metavar="BxP,...", help="batch x prompt tokens (default: 1x64,1x2048 on a CPU)")
     command.add_argument("--new-tokens", type=int, default=64, metavar="N", help="per sequence (default 64)")

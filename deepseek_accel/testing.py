@@ -12,20 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-_MOE: dict[str, Any] = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=128,
+_EXPERTS: dict[str, Any] = dict(
     moe_intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=4,
     n_routed_experts=16,
     n_shared_experts=1,
     num_experts_per_tok=4,
+    first_k_dense_replace=1,
+)
+_MOE: dict[str, Any] = _EXPERTS | dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
     n_group=4,
     topk_group=2,
-    first_k_dense_replace=1,
     routed_scaling_factor=2.5,
     kv_lora_rank=32,
     qk_nope_head_dim=16,
@@ -60,6 +62,7 @@ def _yarn(mscale: float) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek": _DENSE | _EXPERTS | dict(num_key_value_heads=4, n_shared_experts=2, moe_intermediate_size=48),
     "deepseek_v2": _MOE | dict(q_lora_rank=None, topk_method="group_limited_greedy", rope_parameters=_yarn(0.707)),
     "deepseek_v3": _MOE | dict(q_lora_rank=48, norm_topk_prob=True, rope_parameters=_yarn(1.0)),
     "deepseek_v32": _MOE

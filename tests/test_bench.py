@@ -60,7 +60,7 @@ def test_variants():
         options(passes="atention").configs()
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "llama", "qwen2"])
+@pytest.mark.parametrize("model_type", ["deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2"])
 def test_rows_of_a_right_model(model_type):
     model = subject(model_type)
     told = []
@@ -70,7 +70,8 @@ def test_rows_of_a_right_model(model_type):
     for row in result["rows"]:
         assert row["ttft_ms"] > 0 and row["dtype"] == "float32" and row["peak_bytes_above_weights"] is None
         assert row["ttft_ratio"] == 1.0 or row["variant"] == "all"
-        expected = (32 + 8) * 4 if FAMILIES[model_type].get("kv_lora_rank") else 2 * 2 * 16 * 4
+        heads = FAMILIES[model_type]["num_key_value_heads"]
+        expected = (32 + 8) * 4 if FAMILIES[model_type].get("kv_lora_rank") else 2 * heads * 16 * 4
         assert row["kv_bytes_per_token_and_layer"] == expected
         assert row["floor_ms"] > 0
         if "n_routed_experts" in FAMILIES[model_type]:

@@ -130,7 +130,7 @@ def test_plan_of_bad_directories(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{")
     assert "not valid JSON" in message(str(tmp_path))
     assert "no class for model_type=None" in message(write_config(tmp_path))
-    own = write_config(tmp_path, model_type="deepseek", auto_map={"AutoConfig": "configuration_deepseek.Config"})
+    own = write_config(tmp_path, model_type="deepseek_x", auto_map={"AutoConfig": "configuration_x.Config"})
     assert "auto_map" in message(own) and "never runs code" in message(own)
     assert "this version knows" in message(write_config(tmp_path, model_type="gpt2"))
     assert "no language model" in message(write_config(tmp_path, model_type="vit"))

@@ -28,7 +28,7 @@ from deepseek_accel.versions import cache_argument
 
 CACHE = cache_argument()
 CONFIG = {name: {} for name in PASSES} | {"kv_cache": {"page_size": 16}, "allow_skips": True}
-MODELS = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+MODELS = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 NEW = 10
 both_attentions = pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
 

@@ -51,7 +51,7 @@ error = max(relative_error(a, b) for a, b in zip(ours.logits, expected.logits))
 assert error < 1e-5, error
 assert torch.equal(model.generate(ids[:1], max_new_tokens=3, num_beams=2, do_sample=False), beams)
 counters = report(model).counters
-assert counters["attention: " + ("absorbed" if family.startswith("deepseek") else "paged")] > 0
+assert counters["attention: " + ("absorbed" if family.startswith("deepseek_v") else "paged")] > 0
 assert not [name for name in counters if "stock loop" in name and "beam" not in name], counters
 
 # The step of a CUDA graph, run as ops: rows of another bucket, positions, slots and pages found on the device.
@@ -101,7 +101,25 @@ def by_graph(input_ids, positions, held, slots):
 if dtype is None:
     caches = [paged_cache(model, 16), paged_cache(model, 16)]
     straight, graphed = (
-        prefill.prefill(stepper, ids[:1, :9], cache, graph=graph) for cache, graph in zip(caches, (None, by_graph))
+        prefill.prefill(stepper, ids[:1, :9], cache, instead=way) for cache, way in zip(caches, (None, by_graph))
+    )
+    assert relative_error(graphed, straight) < 1e-5
+    for straight, graphed in zip(*(cache.layers for cache in caches)):
+        assert relative_error(graphed._pages().entries(), straight._pages().entries()) < 1e-5
+
+    # Tokens that join them, filled up to the graph's size, in a graph with an idle row.
+    from deepseek_accel.generation import join_graphs
+
+    joined = join_graphs.JoinBuffers.make(2, 4, 2, torch.device("cpu"))
+    joined.set(torch.full((2, 4), 5), torch.arange(4)[None], torch.arange(8) + 10**6, caches[0].layers[0]._pages())
+
+    def by_join(input_ids, positions, held, slots):
+        addresses = torch.tensor([pages.storage.data_ptr() for pages in held])
+        joined.set(input_ids, positions, slots, held[0])
+        return join_graphs.record(stepper, joined, addresses, held)[:1]
+
+    straight, graphed = (
+        prefill.prefill(stepper, ids[:1, 9:12], cache, instead=way) for cache, way in zip(caches, (None, by_join))
     )
     assert relative_error(graphed, straight) < 1e-5
     for straight, graphed in zip(*(cache.layers for cache in caches)):

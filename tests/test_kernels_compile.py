@@ -16,6 +16,7 @@ import pytest
 import deepseek_accel.kernels
 
 triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.kernels
 
 # Shared memory of a block on A100, L4 / RTX 4090, H100 / H200, B200.
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}

@@ -260,6 +260,7 @@ def test_saving_is_refused(tmp_path):
 
 def test_moved_or_converted_models_say_so():
     model = optimize(tiny_model("llama"), [rtn()])
+    assert model.model.layers[0].mlp(torch.zeros(2, 0, 64)).shape == (2, 0, 64)
     with pytest.raises(AccelError, match=r"restore\(model\)"):
         logits(model.bfloat16())
     restore(model.float())

@@ -123,7 +123,7 @@ def test_sizes_that_do_not_fit_are_refused():
         prefill_attention(**inputs | {"k_shared": None})
 
 
-FAMILIES = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+FAMILIES = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 
 
 @pytest.fixture(scope="module")

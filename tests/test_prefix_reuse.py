@@ -21,7 +21,7 @@ from deepseek_accel.testing import picture, tiny_model
 from deepseek_accel.versions import cache_argument
 
 CACHE = cache_argument()
-MODELS = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+MODELS = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 PAGE = 16
 
 

@@ -19,6 +19,7 @@ from ..ops.choice import prebuild, why_not_triton
 from ..versions import cache_argument
 from ..watch import count
 from .graphs import POSTS, GraphRun, NoRoom, StepGraphs
+from .join_graphs import GRAPH_TOKENS, joins
 from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, is_packed, read_model
 from .prefill import entry_sizes, prefill
 from .prompt_graphs import size_class
@@ -304,9 +305,7 @@ class _Sampling:
             if positions is not None:
                 positions = positions[..., -input_ids.shape[1] :]
             first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=input_ids.device)
-            self._build_prefill(input_ids, cache, first, positions)
-            logits = self._run_prefill(input_ids, cache, first, positions)
-            self._count(1, "layers: fused prefill", "attention: expanded (prefill)")
+            logits = self._fill(cache, input_ids, first, positions)
         else:
             count(self.loop.counters, f"layers: stock prefills ({reason})")
             logits = self.model._prefill(input_ids, self.config, kwargs).logits[:, -1]
@@ -315,24 +314,44 @@ class _Sampling:
         return logits, following.expand(len(logits)).clone()
 
     def _run_prefill(
-        self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        cache: Any,
+        starts: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        with_graphs: bool = True,
     ) -> torch.Tensor:
-        graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
-        single = len(input_ids) == 1 and starts is None and cache.get_seq_length() == 0
-        count = input_ids.shape[1]
-        if graphs is None or not single or size_class(count) is None or why_no_graph(graphs, 1, input_ids.device):
-            return prefill(self.stepper, input_ids, cache, starts, positions)
+        """Add a prompt, or what follows what the cache holds, and return the last position's logits."""
+        stepper, (rows, count) = self.stepper, input_ids.shape
+        graphs: StepGraphs | None = vars(self.model).get("_accel_graphs") if with_graphs else None
+        joined = bool(cache.get_seq_length()) and joins(stepper.model, rows, count)
+        run = partial(prefill, stepper, input_ids, cache, starts, positions)
+        if joined:
+            short = rows * count <= GRAPH_TOKENS
+        else:
+            short = rows == 1 and starts is None and not cache.get_seq_length() and size_class(count) is not None
+        if graphs is None or not short or why_no_graph(graphs, rows, input_ids.device) is not None:
+            return run(instead=partial(stepper.join, starts=starts) if joined else None)
         try:
-            graph = graphs.prompt(self.stepper, count, cache)
-            return prefill(self.stepper, input_ids, cache, starts, positions, graph=graph)
+            if joined:
+                return run(instead=graphs.join(stepper, cache, starts))
+            return run(instead=graphs.prompt(stepper, count, cache))
         finally:
-            graphs.release(self.stepper.model.device)
+            graphs.release(stepper.model.device)
 
-    def _fill(self, cache: Any, input_ids: torch.Tensor) -> None:
-        """Add the tokens input_ids [B, S], none of them padding, to `cache`."""
-        self._build_prefill(input_ids, cache, None, None)
-        self._run_prefill(input_ids, cache, None, None)
-        self._count(1, "layers: fused prefill", "attention: expanded (prefill)")
+    def _fill(
+        self,
+        cache: Any,
+        input_ids: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add the tokens input_ids [B, S] to `cache`: the last ones' logits."""
+        expands = not cache.get_seq_length() or not joins(self.stepper.model, *input_ids.shape)
+        self._build_prefill(input_ids, cache, starts, positions)
+        logits = self._run_prefill(input_ids, cache, starts, positions)
+        self._count(1, "layers: fused prefill", "attention: expanded (prefill)" if expands else self._absorbed)
+        return logits
 
     def _build_prefill(
         self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
@@ -347,9 +366,8 @@ class _Sampling:
             return
         most = max(1, BUILD_TOKENS // batch)
         with prebuild(input_ids.device):
-            prefill(
-                self.stepper, input_ids[:, :most], cache, starts, None if positions is None else positions[..., :most]
-            )
+            first = None if positions is None else positions[..., :most]
+            self._run_prefill(input_ids[:, :most], cache, starts, first, with_graphs=False)
         if past:
             cache.commit(past)
         else:
@@ -374,6 +392,8 @@ class _Sampling:
         """(all token ids, how many steps stand)."""
         batch = logits.shape[0]
         graphs: StepGraphs | None = vars(self.model).get("_accel_graphs")
+        if self._is_long(input_ids.shape[1] + 1):
+            graphs = None  # the one token is chosen without a step
         if graphs is None or (reason := why_no_graph(graphs, batch, logits.device)) is not None:
             if graphs is not None:
                 count(self.loop.counters, f"cuda_graphs: eager loop ({reason})")
@@ -397,7 +417,7 @@ class _Sampling:
 
     def _loop(self, input_ids: torch.Tensor, logits: torch.Tensor, steps: Any) -> tuple[torch.Tensor, int]:
         """Choose, look whether that ends it, step; on a GPU look after the next step is launched."""
-        lags, latent = logits.device.type == "cuda", self.loop.family.attention == "mla"
+        lags = logits.device.type == "cuda"
         board: Any = _Board(logits.device, logits.shape[0])
         unfinished = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
         needs_ids = not self._ends_simply() or len(self.processors) > 0
@@ -424,7 +444,7 @@ class _Sampling:
                 break
             if steps.chooses:
                 board = steps
-        self._count(taken, "layers: fused step", "attention: " + ("absorbed" if latent else "paged"))
+        self._count(taken, "layers: fused step", self._absorbed)
         if taken and steps.counter:
             self.loop.counters[steps.counter] += taken
         return torch.cat((input_ids, _side_by_side(columns, input_ids)), 1), taken
@@ -479,14 +499,15 @@ class _Sampling:
 
     def _is_full(self, length: int) -> bool:
         """Whether the host alone knows that this is the end."""
-        from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
+        from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-        for criterion in self.criteria:
-            if type(criterion) is MaxLengthCriteria and length >= criterion.max_length:
-                return True
-            if type(criterion) is MaxTimeCriteria and bool(criterion(torch.empty(1, 0), None)):
-                return True
-        return False
+        timed = (criterion for criterion in self.criteria if type(criterion) is MaxTimeCriteria)
+        return self._is_long(length) or any(bool(criterion(torch.empty(1, 0), None)) for criterion in timed)
+
+    def _is_long(self, length: int) -> bool:
+        from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+        return any(type(each) is MaxLengthCriteria and length >= each.max_length for each in self.criteria)
 
     def _eos(self) -> list[int]:
         if self._eos_tokens is None:
@@ -503,6 +524,11 @@ class _Sampling:
 
     def _keeps_scores(self) -> bool:
         return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
+
+    @property
+    def _absorbed(self) -> str:
+        """What counts attention that reads the pages."""
+        return "attention: absorbed" if self.loop.family.attention == "mla" else "attention: paged"
 
     def _count(self, times: int, step: str, attention: str) -> None:
         """What the layers of `times` steps ran, under the names that single layers count."""

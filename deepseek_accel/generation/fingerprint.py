@@ -12,16 +12,20 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..ops.int4 import Int4Weight
 from ..watch import is_called
+from .lines import packed_name
 
 PROBES = 32
 """Values of each tensor that are compared, evenly spaced from its first."""
+
+PACKED = tuple(packed_name(name) for name in ("weight", "gate_up_proj", "down_proj"))
+"""Attributes of modules that hold weights in four bits."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)
@@ -34,12 +38,19 @@ class Fingerprint:
     numbers, names and switches of the modules, active adapters among them; hashable.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises ValueError with the reason if torch does not say what the model is made of."""
+    def __init__(self, model: nn.Module, earlier: Fingerprint | None = None) -> None:
+        """earlier: of the same model; what did not change since is not worked out again.
+
+        Raises ValueError with the reason if torch does not say what the model is made of.
+        """
         if is_called(model):  # sees hooks on all modules of the process too
             raise ValueError("a module is hooked")
         state: list[Any] = []
         tensors: list[torch.Tensor] = []
+        before = {} if earlier is None else earlier._read
+        self._read: dict[int, tuple[list[Any], list[Any]]] = {}
+        """By the number of a module: the objects that were its attributes, which so keep their numbers, and what they
+        say."""
         for module in _modules(model):
             known = vars(module)
             if (known["_forward_hooks"] or known["_forward_pre_hooks"] or "_hf_hook" in known) and is_called(module):
@@ -47,20 +58,23 @@ class Fingerprint:
             for table in (known["_parameters"], known["_buffers"]):
                 if table:
                     tensors += table.values()
-            for value in known.values():
-                if isinstance(value, Int4Weight):
-                    tensors += value.tensors()
+            for name in PACKED:
+                if (packed := known.get(name)) is not None:
+                    tensors += packed.tensors()
             kind = type(module)
             # functions are held, not numbered: another one may get the number of one that is gone
-            state += (kind, kind.forward, known["training"])
-            state += [value for value in known.values() if isinstance(value, _FUNCTIONS)]
+            state += (kind, kind.forward)
             if (config := known.get("config")) is not None:
                 state.append(getattr(config, "rope_interleave", None))  # read anew in every call
             home = kind.__module__
-            if not home.startswith("torch."):
-                state += [value for value in known.values() if type(value) in _PLAIN]
-                if not home.startswith("transformers."):
-                    state.append(_containers(known))  # of an adapter: scales, which weights are active or merged
+            said = before.get(id(module))
+            if said is None or len(said[0]) != len(known) or not all(map(is_, said[0], known.values())):
+                said = list(known.values()), _own_state(known, home)
+            if module is not model:  # which holds who keeps this
+                self._read[id(module)] = said
+            state += said[1]
+            if not home.startswith(("torch.", "transformers.")):
+                state.append(_containers(known))  # of an adapter: scales, which weights are active or merged
         tensors = [tensor for tensor in tensors if tensor is not None]
         try:
             self.marks = _marks(tensors)
@@ -92,6 +106,14 @@ def _modules(model: nn.Module) -> Iterator[Any]:
         yield module
         if children := module._modules:
             waiting += [child for child in children.values() if child is not None]
+
+
+def _own_state(known: dict[str, Any], home: str) -> list[Any]:
+    """A module's functions, switches, numbers and names: the same as long as they are the same objects."""
+    state = [known["training"], *(value for value in known.values() if isinstance(value, _FUNCTIONS))]
+    if not home.startswith("torch."):
+        state += [value for value in known.values() if type(value) in _PLAIN]
+    return state
 
 
 def _containers(known: dict[str, Any]) -> str:

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..ops.advance import advance
 from ..ops.choice import prebuild
 from ..ops.mla_attention import graph_splits
 from ..ops.next_token import next_token
 from ..ops.router import make_counters
+from .join_graphs import JoinBuffers, addressed, join_class, table_pages
+from .join_graphs import record as record_join
 from .prompt_graphs import PromptBuffers, size_class
 from .prompt_graphs import record as record_prompt
 from .reach import Reach
 from .sampling import MAX_EOS_TOKENS, Choice
-from .step import Place, Stepper, head_step, layer_step
+from .step import Place, Stepper
 
 POSTS = 4
 """Steps whose results the host may still have to read; the loop lets it lag by one."""
@@ -84,17 +86,6 @@ class Buffers:
         )
 
 
-class _Pages(NamedTuple):
-    """A layer's pages as a graph knows them: by an address that is read when the graph runs."""
-
-    storage: torch.Tensor
-    address: torch.Tensor
-    fp8: str | None
-
-    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError("a graph reads pages in place")
-
-
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
@@ -129,8 +120,9 @@ class StepGraphs:
         self._buffers: dict[int, Buffers] = {}
         self._graphs: dict[tuple[int, Any], _Captured] = {}
         self._prompt_buffers: PromptBuffers | None = None
-        self._prompts: dict[int, _Captured] = {}
-        self._met: set[int] = set()
+        self._join_buffers: dict[tuple[int, int], JoinBuffers] = {}
+        self._prompts: dict[Any, _Captured] = {}
+        self._met: set[Any] = set()
         self._refused: set[Any] = set()
         self._addresses: torch.Tensor | None = None
         self._pool: Any = None
@@ -195,7 +187,7 @@ class StepGraphs:
         if self._last_use is not None:
             torch.cuda.current_stream(device).wait_event(self._last_use)
         layout = getattr(stepper.attention.config, "rope_interleave", None)
-        identity = (device, stepper.model.identity(), layout, cache.page_size, cache.fp8)
+        identity = (device, stepper.identity, layout, cache.page_size, cache.fp8)
         if identity != self._identity:
             self._drop()
             self._identity = identity
@@ -220,35 +212,67 @@ class StepGraphs:
         self, stepper: Stepper, size: int, input_ids: torch.Tensor, positions: torch.Tensor, held: list[Any],
         slots: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        device = stepper.model.device
-        assert self._addresses is not None
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-            self._addresses.copy_(torch.tensor([pages.storage.data_ptr() for pages in held]))
+        with self._recording(stepper, held) as addresses:
             if self._prompt_buffers is None:
-                self._prompt_buffers = PromptBuffers.make(device)
+                self._prompt_buffers = PromptBuffers.make(stepper.model.device)
             self._prompt_buffers.set(input_ids, positions, slots)
-            step = partial(record_prompt, stepper, size, self._prompt_buffers, self._addresses, held[0])
-            found = self._captured_prompt(size, device, step)
-            if found is None:
-                return step()
-            found.graph.replay()
-            self.counters["cuda_graphs: prompts replayed"] += 1
+            step = partial(record_prompt, stepper, size, self._prompt_buffers, addresses, held[0])
+            return self._replay_prompt(size, stepper.model.device, step)
+
+    def join(self, stepper: Stepper, cache: Any, starts: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+        """What adds a few tokens to each row of a cache that holds some, as `prefill` takes it; else as `prompt`."""
+        self._follow(stepper, cache)
+        return partial(self._run_join, stepper, cache, starts)
+
+    def _run_join(
+        self, stepper: Stepper, cache: Any, starts: torch.Tensor | None, input_ids: torch.Tensor,
+        positions: torch.Tensor, held: list[Any], slots: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        batch, count = input_ids.shape
+        rows, size = self.bucket(batch), join_class(count)
+        assert rows is not None and size is not None
+        device, num_pages = stepper.model.device, table_pages(stepper, cache)
+        with self._recording(stepper, held) as addresses:
+            buffers = self._join_buffers.get((rows, size))
+            if buffers is None or buffers.block_table.shape[1] < num_pages:
+                if self._prompts.pop((rows, size), None) is not None:
+                    self._renew_pool()
+                buffers = self._join_buffers[rows, size] = JoinBuffers.make(rows, size, num_pages, device)
+            buffers.set(input_ids, positions, slots, held[0], starts)
+            step = partial(record_join, stepper, buffers, addresses, held)
+            return self._replay_prompt((rows, size), device, step)[:batch]
+
+    @contextmanager
+    def _recording(self, stepper: Stepper, held: list[Any]) -> Iterator[torch.Tensor]:
+        """Tell the device where the pages are. The addresses [layers] int64."""
+        assert self._addresses is not None
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(stepper.model.device):
+            self._addresses.copy_(torch.tensor([pages.storage.data_ptr() for pages in held]))
+            yield self._addresses
+
+    def _replay_prompt(self, key: Any, device: torch.device, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The logits of `step`, by the graph of its class if there is one."""
+        found = self._captured_prompt(key, device, step)
+        if found is None:
+            return step()
+        found.graph.replay()
+        self.counters["cuda_graphs: prompts replayed"] += 1
         return found.logits.clone()
 
-    def _captured_prompt(self, size: int, device: torch.device, step: Callable[[], torch.Tensor]) -> _Captured | None:
+    def _captured_prompt(self, key: Any, device: torch.device, step: Callable[[], torch.Tensor]) -> _Captured | None:
         """The graph of a class, captured now if it was met before; None: run `step` without."""
-        if size not in self._met:
-            self._met.add(size)
+        if key not in self._met:
+            self._met.add(key)
             with prebuild(device):
                 step()
-        elif size not in self._prompts and size not in self._refused:
+        elif key not in self._prompts and key not in self._refused:
             try:
                 # the run before the capture writes what the replay writes again
-                self._prompts[size] = self._capture(size, device, step, ())
+                self._prompts[key] = self._capture(key, device, step, ())
                 self.counters["cuda_graphs: prompts captured"] += 1
             except NoRoom:
                 self.counters["cuda_graphs: prompts without graph (out of memory)"] += 1
-        return self._prompts.get(size)
+        return self._prompts.get(key)
 
     def buffers(self, bucket: int, num_pages: int, device: torch.device) -> Buffers:
         """The buffers of a bucket, with room for `num_pages` pages per row. Larger ones need new graphs."""
@@ -256,10 +280,15 @@ class StepGraphs:
         if known is None or known.block_table.shape[1] < num_pages:
             for key in [key for key in self._graphs if key[0] == bucket]:
                 del self._graphs[key]
-            if known is not None and not self._graphs and not self._prompts:
-                self._pool = torch.cuda.graph_pool_handle()  # one without a graph left in it cannot be captured into
+            if known is not None:
+                self._renew_pool()
             known = self._buffers[bucket] = Buffers.make(bucket, num_pages, device)
         return known
+
+    def _renew_pool(self) -> None:
+        """After graphs were dropped: a pool without a graph left in it cannot be captured into."""
+        if not self._graphs and not self._prompts:
+            self._pool = torch.cuda.graph_pool_handle()
 
     def captured(self, bucket: int, run: GraphRun, choice: Choice | None) -> _Captured:
         key = (bucket, None if choice is None else choice.key)
@@ -339,16 +368,7 @@ class GraphRun:
         self._version: Any = None
         self._storages: list[torch.Tensor] = []
         self._captured: _Captured | None = None
-        self.buffers = graphs.buffers(bucket, self._most_pages(), stepper.model.device)
-
-    def _most_pages(self) -> int:
-        """Pages of the longest context the model is made for, so that few calls need larger tables."""
-        longest = getattr(self.stepper.attention.config, "max_position_embeddings", 4096)
-        held = max((len(row) for row in self.cache.pool.table.rows), default=0)
-        size = max(-(-longest // self.cache.page_size), 1)
-        while size < held + 1:
-            size *= 2
-        return size
+        self.buffers = graphs.buffers(bucket, table_pages(stepper, cache), stepper.model.device)
 
     def begin(
         self, tokens: torch.Tensor, positions: torch.Tensor, unfinished: torch.Tensor, eos: list[int], pad: torch.Tensor
@@ -379,7 +399,7 @@ class GraphRun:
         if table.shape[1] > self.buffers.block_table.shape[1]:
             old = self.buffers
             device = self.stepper.model.device
-            self.buffers = self.graphs.buffers(self.bucket, self._most_pages(), device)
+            self.buffers = self.graphs.buffers(self.bucket, table_pages(self.stepper, self.cache), device)
             torch.cuda.current_stream(device).synchronize()  # a step that still runs posts into the old buffers
             for name, value in vars(old).items():
                 if name != "block_table":
@@ -423,8 +443,7 @@ class GraphRun:
             buffers.slots,
             buffers.positions,
         )
-        x = F.embedding(buffers.tokens, model.embedding)
-        rotation = stepper.rotation(x.unsqueeze(1), buffers.positions.unsqueeze(1))
+        rotation = stepper.rotation(model.embedding[:1, None], buffers.positions.unsqueeze(1))
         heads, kv_heads = stepper.num_heads
         reach = Reach(
             buffers.block_table,
@@ -436,10 +455,8 @@ class GraphRun:
         )
         place = Place((self.bucket, 1), rotation, buffers.slots, reach, buffers.live, buffers.counters)
         assert self.graphs._addresses is not None
-        addresses = self.graphs._addresses.split(1)
-        for layer, storage, address in zip(model.layers, self._storages, addresses, strict=True):
-            x = layer_step(layer, x, _Pages(storage, address, self.cache.fp8), place)
-        logits = head_step(model, x)
+        pages = addressed(self._storages, self.graphs._addresses, self.cache.fp8)
+        logits = stepper.run(buffers.tokens.unsqueeze(1), pages, place)
         if choice is not None:
             greedy = choice.is_greedy
             if not greedy:

@@ -81,9 +81,11 @@ class Layer(NamedTuple):
     mlp: Dense | Mixture | nn.Module
 
 
-def read_norm(norm: Any) -> Norm:
+def read_norm(norm: Any, like: torch.Tensor) -> Norm:
     if why_replaced(norm) or is_called(norm):
         raise Watched("a norm is hooked, or its forward is not ours")
+    if norm.weight.device != like.device:
+        raise Watched("a norm is elsewhere")
     return norm.weight, norm.variance_epsilon
 
 
@@ -123,9 +125,9 @@ def read_latent_attention(attention: Any, like: torch.Tensor) -> LatentAttention
     return LatentAttention(
         tuple(weight for weight, _ in inputs),
         tuple(bias for _, bias in inputs),
-        read_norm(parts["q_a_layernorm"]) if low_rank else None,
+        read_norm(parts["q_a_layernorm"], like) if low_rank else None,
         read_linear(parts["q_b_proj"], like) if low_rank else None,
-        read_norm(parts["kv_a_layernorm"]),
+        read_norm(parts["kv_a_layernorm"], like),
         w_kv,
         w_uk,
         w_uv,
@@ -181,6 +183,8 @@ def read_mixture(block: Any, like: torch.Tensor, family: Family) -> Mixture:
         raise Watched("the mixture is hooked")
     if parts.keys() - {"gate", "experts", "shared_experts"}:
         raise Watched("the mixture has parts of its own")
+    if {weight.device for weight in (gate.weight, experts.gate_up_proj, experts.down_proj)} != {like.device}:
+        raise Watched("router or experts are elsewhere")
     bias = getattr(gate, "e_score_correction_bias", None)
     weights = tuple(read_dense(shared, like)) if shared is not None else None
     packed = packed_weight(experts, "gate_up_proj")
@@ -247,9 +251,9 @@ def read_layer(layer: Any, like: torch.Tensor, family: Family, *, modules: bool 
             raise
         line = mlp
     return Layer(
-        read_norm(around["input_layernorm"]),
+        read_norm(around["input_layernorm"], like),
         read(attention, like),
-        read_norm(around["post_attention_layernorm"]),
+        read_norm(around["post_attention_layernorm"], like),
         line,
     )
 
@@ -330,4 +334,4 @@ def read_model(model: Any, family: Family) -> Model:
         if family.sliding_window(attention) is not None:
             raise Watched("sliding windows")
         layers.append(read_layer(layer, like, family))
-    return Model(like, tuple(layers), read_norm(decoder.norm), read_linear(head, like), rotary)
+    return Model(like, tuple(layers), read_norm(decoder.norm, like), read_linear(head, like), rotary)

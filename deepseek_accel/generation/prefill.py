@@ -73,15 +73,14 @@ def prefill(
     starts: Tensor | None = None,
     position_ids: Tensor | None = None,
     activation_bytes: int = ACTIVATION_BYTES,
-    graph: Callable[[Tensor, Tensor, list[Any], Tensor], Tensor] | None = None,
+    instead: Callable[[Tensor, Tensor, list[Any], Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Add the tokens input_ids [B, S] to `cache`, a `PagedCache`, and return the last one's logits [B, V].
 
     starts [B] int32 on the model's device: how many tokens at the beginning of each row, counted from the cache's
     first, are padding; None for none. position_ids [1 or B, S], or None to count on from the cache's length.
-    activation_bytes bounds what is held at a time, see `tokens_per_piece`. graph: what runs in place of the pieces a
-    prompt of one row without padding and with nothing before it, given (input_ids, position_ids, each layer's pages,
-    slots).
+    activation_bytes bounds what is held at a time, see `tokens_per_piece`. instead: what runs in place of the pieces,
+    given (input_ids, position_ids, each layer's pages, slots); None: nothing.
 
     Hidden states of padding stay finite, what the cache holds for it is never read. If this fails, the cache is as it
     was. Raises CacheFullError, and ValueError on a batch of another size than the cache holds.
@@ -96,8 +95,8 @@ def prefill(
         cache.open(batch, sizes, model.dtype, model.device, count)
         held = [layer.append(batch, count) for layer in cache.layers]
         pages, slots = [pages for pages, _ in held], held[0][1]
-        if graph is not None:
-            return graph(input_ids, position_ids, pages, slots)
+        if instead is not None:
+            return instead(input_ids, position_ids, pages, slots)
         return _run(stepper, input_ids, pages, slots, past, starts, position_ids, activation_bytes)
     except BaseException:
         if past:

@@ -36,6 +36,7 @@ class Prefixes:
     def _start(self) -> None:
         self._shared: SharedPages | None = None
         self._seen: Fingerprint | None = None
+        self._latest: Fingerprint | None = None
         self._states: dict[tuple[Any, ...], int] = {}
         self._num_states = 0
 
@@ -50,7 +51,8 @@ class Prefixes:
         reason if it cannot be told whether kept pages are still true, or in which order they are used.
         """
         with self._lock:
-            now = Fingerprint(model)
+            now = Fingerprint(model, self._latest)
+            self._latest = now
             known = self._shared
             if known is None or self._seen is None or known.device != device or not now.has_tensors_of(self._seen):
                 if known is not None:

@@ -7,6 +7,7 @@ the experts; down, weighted sum and residual.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..families.base import Family
+from ..ops.choice import uses_triton
 from ..ops.entry_write import entry_write
 from ..ops.experts import mixture
 from ..ops.latent_write import latent_write
@@ -111,6 +113,11 @@ class Stepper:
     def __init__(self, model: Model, family: Family, attention: Any) -> None:
         self.model, self.family, self.attention = model, family, attention
 
+    @functools.cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """See `Model.identity`."""
+        return self.model.identity()
+
     @property
     def num_heads(self) -> tuple[int, int]:
         """(query heads, heads of cached entries)."""
@@ -126,20 +133,46 @@ class Stepper:
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Any, starts: list[int] | None) -> torch.Tensor:
         """tokens [B], positions [B] int64 -> logits [B, vocabulary]. starts: the first key each row sees."""
-        batch = tokens.shape[0]
-        x = F.embedding(tokens, self.model.embedding)
-        rotation = self.rotation(x.unsqueeze(1), positions.unsqueeze(1))
-        place = None
-        for layer, held in zip(self.model.layers, cache.layers, strict=True):
-            pages, slots = held.append(batch, 1)
-            if place is None:
-                place = Place((batch, 1), rotation, slots, self._reach(pages, starts))
-            x = layer_step(layer, x, pages, place)
-        return head_step(self.model, x)
+        appended = [held.append(len(tokens), 1) for held in cache.layers]
+        first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=tokens.device)
+        pages, slots = [pages for pages, _ in appended], appended[0][1]
+        return self.join(tokens.unsqueeze(1), positions.unsqueeze(1), pages, slots, first)
 
-    def _reach(self, pages: Any, starts: list[int] | None) -> Reach:
-        mask = None
+    def join(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        pages: list[Any],
+        slots: torch.Tensor,
+        starts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [B, vocabulary] of the last of tokens [B, S], at positions [1 or B, S] int64, which meet the keys in
+        the pages as a decoding step's token does.
+
+        pages: of each layer, with room for the tokens at slots [B * S] int64. starts [B] int32: the first key each row
+        sees.
+        """
+        batch, count = tokens.shape
+        rotation = self.rotation(self.model.embedding[:1, None], positions.expand(batch, count))
+        place = Place((batch, count), rotation, slots, self._reach(pages[0], count, starts))
+        return self.run(tokens, pages, place)
+
+    def run(self, tokens: torch.Tensor, pages: list[Any], place: Place) -> torch.Tensor:
+        """tokens [B, S] through all layers: logits [B, vocabulary] of each row's last."""
+        x = F.embedding(tokens.flatten(), self.model.embedding)
+        for layer, held in zip(self.model.layers, pages, strict=True):
+            x = layer_step(layer, x, held, place)
+        return head_step(self.model, x.view(*tokens.shape, -1)[:, -1].contiguous())
+
+    def _reach(self, pages: Any, num_queries: int, starts: torch.Tensor | None) -> Reach:
+        device, keys = self.model.device, pages.length
+        if uses_triton(device) and self.model.dtype != torch.float64:
+            pool = pages.pool
+            return Reach(pool.block_table(), pool.lengths(keys), keys, num_queries > 1, starts)
+        if num_queries == 1 and starts is None:
+            return Reach.of_pages(pages, 1, None)
+        key, query = torch.arange(keys, device=device), torch.arange(num_queries, device=device)
+        mask = (key <= keys - num_queries + query[:, None])[None, None]
         if starts is not None:
-            first = torch.tensor(starts, device=self.model.device)
-            mask = (torch.arange(pages.length, device=first.device) >= first[:, None])[:, None, None]
-        return Reach.of_pages(pages, 1, mask)
+            mask = mask & (key >= starts[:, None, None, None])
+        return Reach.of_pages(pages, num_queries, mask)

@@ -10,7 +10,7 @@ import triton.language as tl
 from . import choices, launching
 from .experts_pairs import silu
 from .int4 import group_words
-from .int4_dots import Blocks, block_dots, blocks_of, load_groups, load_words, prefetch_rows, row_dots, row_dots_of_two
+from .int4_dots import Blocks, block_dots, load_groups, load_words, prefetch_rows, row_dots, row_dots_of_two
 
 
 @triton.jit
@@ -147,14 +147,15 @@ def int4_pair_down_kernel(
 
 @choices.by_device
 def choose_gate_up(capability: tuple[int, int], size: int) -> Blocks:
-    """Not yet measured."""
-    return blocks_of(size, 4)
+    """Measured on an H200 in bf16, groups of 128, both kernels, one token with shared experts, with these and those of
+    `choose_down`: V2-Lite 24.8 us of the 8.6 that its bytes take, V3 87.2 of 49.2."""
+    return Blocks(8, 256, 2) if size <= 2048 else Blocks(2, 128, 1)
 
 
 @choices.by_device
 def choose_down(capability: tuple[int, int], intermediate: int) -> Blocks:
-    """Not yet measured."""
-    return blocks_of(intermediate, 8)
+    """Measured as above."""
+    return Blocks(8, 512, 4) if intermediate < 2048 else Blocks(8, 256, 2)
 
 
 Packed = tuple[torch.Tensor, torch.Tensor]

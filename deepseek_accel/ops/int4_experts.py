@@ -13,7 +13,9 @@ from .int4_linear import check_input, native_linear, takes_kernels, takes_native
 from .projection import gated_project, project
 
 UNPACK_ROWS = 256
-"""From so many rows of an expert on, all experts are unpacked once and run as 16-bit ones. Not yet measured."""
+"""From so many rows of an expert on, all experts are unpacked once and run as 16-bit ones. H200, V2-Lite, us: 96 rows
+487 in tiles and 788 unpacked first, 192 rows 933 and 1,088. Beyond, tiles grow with the rows; unpacking, 375, does
+not."""
 UNPACK_BYTES = 2 << 30
 """But only where the unpacked weights of a layer take no more."""
 

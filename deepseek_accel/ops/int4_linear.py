@@ -17,7 +17,8 @@ from .int4 import Int4Weight, dequantize
 from .rms_norm import rms_norm
 
 TILE_TOKENS = 128
-"""Up to so many tokens, weights are unpacked tile by tile. Not yet measured."""
+"""Up to so many tokens, weights are unpacked tile by tile. H200, bf16, 4,096 x 11,008, us, with an earlier form of the
+tiles: 32 tokens 30 and 58 unpacked first, 128 tokens 52 and 59; 4,096 tokens 509 unpacked first, 482 a bf16 product."""
 
 NATIVE_TOKENS = 16
 NATIVE_GROUPS = (32, 64, 128, 256)

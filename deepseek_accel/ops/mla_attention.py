@@ -112,14 +112,14 @@ def projected_attention(
 
 
 @functools.cache
-def graph_splits(batch: int, num_heads: int, device: torch.device, num_kv_heads: int = 1) -> int:
-    """`num_splits` for a CUDA graph of `batch` rows of one query each, for any lengths: a power of two.
+def graph_splits(batch: int, num_heads: int, device: torch.device, num_kv_heads: int = 1, num_queries: int = 1) -> int:
+    """`num_splits` for a CUDA graph of `batch` rows of `num_queries` each, for any lengths: a power of two.
 
     num_kv_heads: 1 for latent attention. At most one program per processor, for rows long enough to have that many
     parts; those of short rows end at once. More parts cost more in the merge than they gain, on an H200.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    programs = batch * num_kv_heads * -(-(num_heads // num_kv_heads) // 64)
+    programs = batch * num_kv_heads * -(-(num_queries * num_heads // num_kv_heads) // 64)
     return 1 << (min(128, max(1, processors // programs)).bit_length() - 1)
 
 

@@ -60,7 +60,7 @@ def linear_forward(linear: Any, input: torch.Tensor, counters: Counter[str]) -> 
         raise AccelError(
             f"{error}. To move or convert a model with packed weights, `restore(model)`, move it, `optimize` it again."
         ) from error
-    return out.view(*input.shape[:-1], -1)
+    return out.view(*input.shape[:-1], out.shape[1])
 
 
 def refuse_to_save(model: Any, *args: Any, **kwargs: Any) -> None:

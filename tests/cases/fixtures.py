@@ -14,7 +14,7 @@ from deepseek_accel.testing import relative_error
 CACHE = cache_argument()
 """What the installed transformers calls the cache argument."""
 MLA = ("deepseek_v2", "deepseek_v3")
-FAST = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+FAST = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 TOLERANCE = 1e-4
 """Relative error allowed in fp32; the noise measured is below 3e-6."""
 

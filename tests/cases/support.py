@@ -10,7 +10,7 @@ from deepseek_accel.testing import relative_error, tiny_model
 from deepseek_accel.versions import cache_argument
 
 CACHE = cache_argument()
-MODELS = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+MODELS = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 TOLERANCE = 1e-4  # fp32 on a CPU; the noise is below 3e-6
 PAGE = 16  # prompts of 23, 9 and 1 tokens then end inside the second, inside the first and at the start of a page
 

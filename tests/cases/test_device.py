@@ -6,8 +6,14 @@ import itertools
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module, remove_hook_from_submodules
-from fixtures import FAST, assert_generates_as, assert_same, count, feed, feed_once, greedy, tokens
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from fixtures import FAST, MLA, assert_generates_as, assert_same, count, feed, feed_once, greedy, tokens
 
 from deepseek_accel import optimize, report, restore
 from deepseek_accel.cache import paged_cache
@@ -156,7 +162,7 @@ def test_V03_torch_hooks(model_type, hooked_first):
         handle.remove()
     plain = tiny_model(model_type)
     assert_same(feed(model, IDS, 9), feed(plain, IDS, 9))
-    if model_type.startswith("deepseek"):
+    if model_type in MLA:
         assert count(model, "attention: absorbed") > 0
 
 
@@ -235,3 +241,24 @@ def test_V03_offloaded_models(model_type, how, optimized_first, tmp_path):
         assert_generates_as(model, stock, IDS)
         assert_generates_as(restore(model), stock, IDS)
     assert copy.deepcopy(restore(model).config).to_dict() == stock.config.to_dict()
+
+
+@pytest.mark.parametrize("optimized_first", [True, False])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
+def test_V01_hooks_that_only_place_inputs(model_type, optimized_first):
+    """A device_map over several GPUs hooks every module; taken for watchers, nothing of such a model would be fused."""
+    stock, model = tiny_model(model_type), tiny_model(model_type)
+    if optimized_first:
+        optimize(model)
+    for module in model.modules():
+        if module is not model:
+            add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+    add_hook_to_module(model, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    optimize(model)
+    assert_generates_as(model, stock, IDS)
+    counters = report(model).counters
+    if model_type == "deepseek_v3":  # a CPU gathers keys of grouped-query attention
+        assert counters["layers: fused step"] > 0 and counters["attention: absorbed"] > 0
+    assert not [name for name in counters if "hooked" in name and "stock loop" not in name], counters
+    remove_hook_from_submodules(restore(model))
+    assert_generates_as(model, stock, IDS)

@@ -19,7 +19,7 @@ def blocks(model):
     return [layer.mlp for layer in model.model.layers[1:]]
 
 
-MOE = ["deepseek_v2", "deepseek_v3"]
+MOE = ["deepseek", "deepseek_v2", "deepseek_v3"]
 
 
 @torch.no_grad()

@@ -166,6 +166,7 @@ def test_T01_lora_training(model_type):
 
 
 TARGETS = {
+    "deepseek": ["q_proj", "o_proj", "gate_proj", "up_proj"],
     "deepseek_v2": ["q_proj", "o_proj", "gate_proj", "up_proj"],
     "deepseek_v3": ["q_b_proj", "o_proj", "gate_proj", "up_proj"],
     "llama": ["q_proj", "o_proj", "gate_proj", "up_proj"],

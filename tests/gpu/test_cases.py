@@ -17,7 +17,7 @@ if reason := why_not_triton(torch.device("cuda", torch.cuda.current_device())):
     pytest.skip(reason, allow_module_level=True)
 
 CACHE = cache_argument()
-MODELS = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+MODELS = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 LENGTHS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 127, 128, 129, 257)
 DENSE = dict(first_k_dense_replace=3)  # no router, so that rounding cannot choose another expert
 

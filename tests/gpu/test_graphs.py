@@ -32,7 +32,7 @@ if "cuda_graphs" not in PASSES:
     pytest.skip("this version has no CUDA graphs", allow_module_level=True)
 
 CACHE = cache_argument()
-MODELS = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+MODELS = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 two_attentions = pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
 
 

@@ -159,7 +159,7 @@ def test_experts_at_every_number_of_tokens(model):
     )
     plain = dequantize(gate_up), dequantize(down), shared and tuple(dequantize(weight) for weight in shared)
     for tokens in (1, 2, 8, 33, 128, 1000, 3000):
-        hidden, residual = (torch.randn(tokens, size, device="cuda", dtype=dtype) for _ in range(2))
+        hidden, residual = (torch.randn(tokens, size, device="cuda", dtype=dtype) * 0.1 for _ in range(2))  # fits fp16
         indices = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
         weights = torch.rand(tokens, top_k, device="cuda")
         indices[0, 0], weights[0, 0] = -1, torch.nan
@@ -200,10 +200,19 @@ def rounded_copy(model):
     return model
 
 
+# in bf16 the router of a tiny mixture may choose differently for a rounding: there only our runs are compared
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "llama"])
-def test_models_and_graphs(family, batch):
-    model = tiny_model(family).to("cuda", torch.bfloat16)
+@pytest.mark.parametrize(
+    "family, dtype, limit",
+    [
+        ("deepseek_v2", torch.float32, 1e-3),
+        ("deepseek_v3", torch.float32, 1e-3),
+        ("deepseek_v3", torch.bfloat16, None),
+        ("llama", torch.bfloat16, 0.05),
+    ],
+)
+def test_models_and_graphs(family, dtype, limit, batch):
+    model = tiny_model(family).to("cuda", dtype)
     rounded = rounded_copy(model)
     ids = torch.randint(2, 128, (batch, 40), device="cuda")
     options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -221,13 +230,15 @@ def test_models_and_graphs(family, batch):
         restore(model)
     for run in runs:
         assert torch.equal(run.sequences, runs[0].sequences)
-        assert relative_error(run.logits[0], stock.logits[0]) < 0.05
+        assert torch.isfinite(torch.stack(run.logits)).all()
+        assert limit is None or relative_error(run.logits[0], stock.logits[0]) < limit
 
 
 def test_undo_and_memory():
     model = tiny_model("deepseek_v3", hidden_size=512, moe_intermediate_size=512, n_routed_experts=32)
     model = model.to("cuda", torch.bfloat16)
     bits = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    large = sum(tensor.nbytes for name, tensor in bits.items() if "mlp" in name and "proj" in name)
     before, held = picture(model), torch.cuda.memory_allocated()
     ids = torch.randint(2, 128, (1, 8), device="cuda")
     expected = model(ids).logits
@@ -235,7 +246,7 @@ def test_undo_and_memory():
     optimize(model, [MixedPrecision(method="rtn"), FusedExperts()])
     layer = 3 * 32 * 512 * 512
     assert torch.cuda.max_memory_allocated() < held + 16 * layer  # one layer at a time, in fp32 and codes
-    assert torch.cuda.memory_allocated() < 0.45 * held
+    assert held - torch.cuda.memory_allocated() > 0.7 * large  # 4.25 bits of 16 are left, in groups of 128
     assert torch.isfinite(model(ids).logits).all()
     restore(model)
     assert picture(model) == before

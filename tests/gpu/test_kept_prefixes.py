@@ -20,7 +20,7 @@ if reason := why_not_triton(torch.device("cuda", torch.cuda.current_device())):
     pytest.skip(reason, allow_module_level=True)
 
 CACHE = cache_argument()
-MODELS = ("deepseek_v2", "deepseek_v3", "llama", "qwen2")
+MODELS = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 PAGE = 16
 two_attentions = pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
 
@@ -205,6 +205,7 @@ def test_the_second_call_begins_at_once(model_type):
 
     for ids in questions(10):  # builds the kernels of both kinds of calls
         seconds(ids)
-    first, *later = [seconds(ids) for ids in questions(20)]
-    print(f"{model_type}: {first * 1e3:.1f} ms, then {', '.join(f'{s * 1e3:.1f}' for s in later)} ms")
-    assert min(later) <= 0.15 * first
+    times = [[seconds(ids) for ids in questions(seed)] for seed in (20, 30, 40)]
+    first, later = min(each[0] for each in times), min(min(each[1:]) for each in times)  # others use the GPU too
+    print(f"{model_type}: {first * 1e3:.1f} ms, then {later * 1e3:.1f} ms")
+    assert later <= 0.15 * first

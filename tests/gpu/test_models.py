@@ -44,7 +44,7 @@ def test_fp32_tokens_equal_stock(family, implementation):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2"])
 def test_half_precision_is_as_accurate_as_stock(family, dtype):
     """Ten teacher-forced decoding steps; every step's logits against float64."""
     from deepseek_accel.cache import paged_cache
