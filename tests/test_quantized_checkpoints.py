@@ -28,7 +28,7 @@ from deepseek_accel import (
 )
 from deepseek_accel.ops.int4 import Int4Weight, round_to_nearest
 from deepseek_accel.passes.attention import Attention
-from deepseek_accel.quantization.blocks import owner_of
+from deepseek_accel.quantization.blocks import owner_of, parameter
 from deepseek_accel.quantization.files import TensorFiles
 from deepseek_accel.quantization.layout import from_awq, to_awq
 from deepseek_accel.quantization.read import QuantizedFiles
@@ -153,7 +153,9 @@ def test_a_written_directory_loads_and_computes_with_its_values(model_type, sour
 
 def test_a_loaded_model_generates_in_its_own_dtype_with_every_pass(written, sources):
     model = load_quantized(written / "deepseek_v3")
-    assert model.dtype == torch.bfloat16 and model.model.layers[1].mlp.gate.weight.dtype == torch.float32
+    assert model.dtype == torch.bfloat16
+    for name, value in load(sources / "deepseek_v3", dtype="auto").named_parameters():
+        assert parameter(model, name).dtype == value.dtype, name  # routers in fp32 on newer transformers
     exact = logits(dequantized(sources / "deepseek_v3", written / "deepseek_v3", torch.float32))
     stock = logits(dequantized(sources / "deepseek_v3", written / "deepseek_v3", torch.bfloat16))
     assert_accurate(logits(model), stock, exact)
