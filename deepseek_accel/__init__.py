@@ -15,6 +15,7 @@ from .passes.cuda_graphs import CUDAGraphs
 from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
+from .passes.speculative import Speculative
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "OptimizeConfig",
     "PlanError",
     "RestoreError",
+    "Speculative",
     "UnsupportedModelError",
     "optimize",
     "plan",

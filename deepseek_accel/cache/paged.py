@@ -461,6 +461,10 @@ class PagedCache(DynamicCache):
             pool.extend(self.length, stop)
             return stop
 
+    def pages(self, length: int) -> list[Pages]:
+        """Each layer's pages as if it held `length` tokens per row; rows that hold fewer are the caller's business."""
+        return [Pages(x.pool, x.pool.storages[x._layer], length - x.pool.offset, x.format, None) for x in self.layers]
+
     def commit(self, length: int) -> None:
         """Every layer holds `length` tokens per row now; pages beyond are given back."""
         for layer in self.layers:
@@ -565,3 +569,9 @@ def paged_cache(
     counters = Counter() if counters is None else counters
     pools = _Pools(page_size, max_pages, reserve_tokens, counters, fp8, family.attention == "mla")
     return PagedCache(pools, [family.sliding_window(a) for a in attentions], attentions)
+
+
+def one_layer_cache(like: PagedCache, attention: Any) -> PagedCache:
+    """A new cache of one layer for `attention`, with pages of the size that `like` has, in the dtype that is computed."""
+    pools = _Pools(like.page_size, None, 0, Counter(), None, like._pools.is_latent)
+    return PagedCache(pools, [None], [attention])

@@ -72,13 +72,15 @@ def prefill(
     position_ids: Tensor | None = None,
     activation_bytes: int = ACTIVATION_BYTES,
     instead: Callable[[Tensor, Tensor, list[Any], Tensor], Tensor] | None = None,
+    keep: list[Tensor] | None = None,
 ) -> Tensor:
     """Add the tokens input_ids [B, S] to `cache`, a `PagedCache`, and return the last one's logits [B, V].
 
     starts [B] int32 on the model's device: how many tokens at the beginning of each row, counted from the cache's
     first, are padding; None for none. position_ids [1 or B, S], or None to count on from the cache's length.
     activation_bytes bounds what is held at a time, see `tokens_per_piece`. instead: what runs in place of the pieces,
-    given (input_ids, position_ids, each layer's pages, slots); None: nothing.
+    given (input_ids, position_ids, each layer's pages, slots); None: nothing. keep: a list that the hidden states
+    [B, S, D] after the last layer are added to.
 
     Hidden states of padding stay finite, what the cache holds for it is never read. If this fails, the cache is as it
     was. Raises CacheFullError, and ValueError on a batch of another size than the cache holds.
@@ -95,7 +97,7 @@ def prefill(
         pages, slots = [pages for pages, _ in held], held[0][1]
         if instead is not None:
             return instead(input_ids, position_ids, pages, slots)
-        return _run(stepper, input_ids, pages, slots, past, starts, position_ids, activation_bytes)
+        return _run(stepper, input_ids, pages, slots, past, starts, position_ids, activation_bytes, keep)
     except BaseException:
         if past:
             cache.commit(past)
@@ -113,11 +115,14 @@ def _run(
     starts: Tensor | None,
     position_ids: Tensor,
     activation_bytes: int,
+    keep: list[Tensor] | None,
 ) -> Tensor:
     model, (batch, count) = stepper.model, input_ids.shape
     # For all pieces at once, since rotary types that depend on the longest position must see it.
     layout, cos, sin = stepper.rotation(model.embedding[:1, None], position_ids)
     last_hidden = model.embedding.new_empty(batch, model.embedding.shape[1])
+    if keep is not None:
+        keep.append(model.embedding.new_empty(batch, count, model.embedding.shape[1]))
     block = tokens_per_piece(model.layers[-1], activation_bytes)
     slots = slots.view(batch, count)
     for rows, tokens in pieces(batch, count, block):
@@ -138,9 +143,13 @@ def _run(
         for layer, pages in zip(model.layers[:-1], held[:-1], strict=True):
             hidden = layer_step(layer, hidden, pages, span, shape[1], activation_bytes)
         # Of the last layer nothing but the entries is needed, and the prompt's last token.
-        wanted = 1 if tokens.stop == count else 0
+        wanted = shape[1] if keep is not None else 1 if tokens.stop == count else 0
         hidden = layer_step(model.layers[-1], hidden, held[-1], span, wanted, activation_bytes)
-        if wanted:
+        if keep is not None:
+            hidden = hidden.view(*shape, -1)
+            keep[-1][rows, tokens] = hidden
+            hidden = hidden[:, -1]
+        if tokens.stop == count:
             last_hidden[rows] = hidden
     weight, bias = model.head
     return F.linear(rms_norm(last_hidden, *model.norm), weight, bias)

@@ -153,10 +153,14 @@ class Stepper:
 
     def run(self, tokens: torch.Tensor, pages: list[Any], place: Place) -> torch.Tensor:
         """tokens [B, S] through all layers: logits [B, vocabulary] of each row's last."""
-        x = F.embedding(tokens.flatten(), self.model.embedding)
+        x = self.layers(F.embedding(tokens.flatten(), self.model.embedding), pages, place)
+        return head_step(self.model, x.view(*tokens.shape, -1)[:, -1].contiguous())
+
+    def layers(self, x: torch.Tensor, pages: list[Any], place: Place) -> torch.Tensor:
+        """x [B * S, D], embedded tokens -> what the last layer gives, the same shape."""
         for layer, held in zip(self.model.layers, pages, strict=True):
             x = layer_step(layer, x, held, place)
-        return head_step(self.model, x.view(*tokens.shape, -1)[:, -1].contiguous())
+        return x
 
     def _reach(self, pages: Any, num_queries: int, starts: torch.Tensor | None) -> Reach:
         device, keys = self.model.device, pages.length

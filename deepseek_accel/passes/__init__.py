@@ -9,8 +9,12 @@ PASSES = (
     "experts",
     "layers",
     "kv_cache",
+    "speculative",
     "cuda_graphs",
 )
+ASKED_FOR = ("speculative",)
+"""Passes that keep the model's numbers and are still applied only where the config names them."""
+DEFAULTS = tuple(name for name in PASSES if name not in ASKED_FOR)
 
 
 def load(name: str) -> type[Pass]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from torch import nn
@@ -27,6 +27,10 @@ class Pass:
     def lossy(self) -> bool:
         """Whether these options change the model's numbers by more than rounding."""
         return self.effect == "lossy"
+
+    def options(self) -> dict[str, Any]:
+        """What `OptimizeConfig.from_dict` makes this pass from."""
+        return asdict(self)
 
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
         """What this pass would write to `model`. Reads, never writes."""
