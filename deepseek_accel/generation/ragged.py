@@ -34,6 +34,7 @@ class RaggedRows:
         device = stepper.model.device
         self.lengths = [cache.length] * len(shifts)
         self.shifts = shifts.to(device)
+        self._unshifted = not bool(self.shifts.any())
         self._starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
         self._reserved = cache.length
         self._kernels = uses_triton(device) and stepper.model.dtype != torch.float64
@@ -70,25 +71,27 @@ class RaggedRows:
 
     def _place(self, batch: int, size: int, counts: list[int], longest: int, sees: int | None) -> Place:
         device, pool = self.stepper.model.device, self.cache.pool
-        table, page_size = pool.block_table(), pool.page_size
-        held, fresh = torch.tensor([self.lengths, counts], device=device)[..., None]
-        column = torch.arange(size, device=device) - (size - fresh)
-        # what fills a row up repeats its first new token, and in a row without one its last key
-        index = held + column.clamp_min(0) - (fresh == 0).long()
-        at = table.gather(1, (index // page_size).clamp_max(table.shape[1] - 1)).long() * page_size + index % page_size
-        slots = torch.where(column >= 0, at, -1).flatten()
-        rotation = self.stepper.rotation(self.stepper.model.embedding[:1, None], (index - self.shifts[:, None]).clamp_min(0))
-        starts, lengths = self._starts, (held + fresh).view(-1).int()
+        page_size, pages = pool.page_size, pool.table.rows
+        index, slots, ends = [], [], []
+        for r, (held, count) in enumerate(zip(self.lengths, counts, strict=True)):
+            # what fills a row up repeats its first new token, and in a row without one its last key
+            places = [held - (count == 0)] * (size - count) + list(range(held, held + count))
+            index += places
+            new = [pages[r][place // page_size] * page_size + place % page_size for place in places[size - count :]]
+            slots += [-1] * (size - count) + new
+            ends.append(held + count)
+        at, slot = torch.tensor([index, slots]).to(device)
+        at = at.view(batch, size)
+        positions = at if self._unshifted else (at - self.shifts[:, None]).clamp_min(0)
+        rotation = self.stepper.rotation(self.stepper.model.embedding[:1, None], positions)
+        starts, lengths = self._starts, torch.tensor(ends, dtype=torch.int32).to(device)
         if sees is not None:
             window = (lengths - sees).clamp_min(0)
             starts = window if starts is None else torch.maximum(starts, window)
-        mask = None
-        if not self._kernels and (size > 1 or batch > 1 or starts is not None):
-            key = torch.arange(longest, device=device)
-            mask = (key <= index[..., None])[:, None]
-            if starts is not None:
-                mask = mask & (key >= starts[:, None, None, None])
-        reach = Reach(table, lengths, longest, size > 1, starts, mask)
-        if self._kernels:
-            reach = Reach(table, lengths, longest, size > 1, starts)
-        return Place((batch, size), rotation, slots, reach)
+        table = pool.block_table()
+        if self._kernels or (size == 1 and starts is None and len(set(ends)) == 1 and 0 not in counts):
+            return Place((batch, size), rotation, slot, Reach(table, lengths, longest, size > 1, starts))
+        mask = (torch.arange(longest, device=device) <= at[..., None])[:, None]
+        if starts is not None:
+            mask = mask & (torch.arange(longest, device=device) >= starts[:, None, None, None])
+        return Place((batch, size), rotation, slot, Reach(table, lengths, longest, False, starts, mask))

@@ -60,7 +60,7 @@ class Speculation:
         return _Speculating(model, stepper, loop, *rest, speculation=self)
 
     def pace(self, batch: int) -> Pace:
-        return self.paces.setdefault(batch, Pace())
+        return self.paces.setdefault(batch, Pace(batch))
 
     def facts(self) -> dict[str, Any]:
         """For the report."""
