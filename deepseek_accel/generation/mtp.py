@@ -201,18 +201,17 @@ class MTPDraft:
         for run in catch_up(todo):
             out = self._read(rows, run)
         model = self._stepper.model
-        last = rms_norm(out[:, -1].contiguous(), *self._mtp.norm)
+        last = out[:, -1].contiguous()
         lengths = self._rows.lengths
 
         def step(tokens: torch.Tensor, active: list[int]) -> torch.Tensor:
             nonlocal last
-            out = self._rows.run(self._mixed(tokens[:, None], last[:, None]), active)[:, -1]
+            last = self._rows.run(self._mixed(tokens[:, None], last[:, None]), active)[:, -1]
             self._rows.lengths = [have + n for have, n in zip(self._rows.lengths, active, strict=True)]
-            last = rms_norm(out, *self._mtp.norm)
-            return head_step(model, out)
+            return head_step(model, last)
 
         try:
-            return chain(head_step(model, out[:, -1].contiguous()), rows, counts, pick, step)
+            return chain(head_step(model, last), rows, counts, pick, step)
         finally:
             self._rows.lengths = lengths
 

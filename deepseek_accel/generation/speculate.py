@@ -285,8 +285,10 @@ class _Speculated:
     def _choose(self, r: int, logits: torch.Tensor) -> int:
         """The next token of row r from logits [vocabulary], by processors that see the row as it is."""
         call, place = self.call, len(self.tokens[r]) - self.prompt
-        raw = logits[None].to(torch.float32, copy=True)
-        scores = call.processors(self._row(r), raw)
+        # processors that keep something by row number want all rows: others than r see its scores, and are ignored
+        raw = logits.to(torch.float32).expand(self.batch, -1).clone()
+        scores = call.processors(self.ids[:, : len(self.tokens[r])], raw)
+        raw, scores = raw[r : r + 1], scores[r : r + 1]
         if call.config.return_dict_in_generate:
             for wanted, kept, value in (
                 (call.config.output_scores, call.scores, scores),
