@@ -1,4 +1,4 @@
-"""What drafts guess, how often they are right, that sampling keeps the target's distribution, and when guessing pays."""
+"""What drafts guess and how often they are right, what sampling draws, and when guessing pays."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ from deepseek_accel import (
     restore,
 )
 from deepseek_accel.generation.drafts import NGram, catch_up
-from deepseek_accel.generation.latency import FIRST_PROBE, Pace
+from deepseek_accel.generation.latency import FIRST_PROBE, Acceptance, Costs, Pace, tokens_per_step
 from deepseek_accel.testing import picture, tiny_model
 
 PASSES = (Attention(), FusedExperts(), FusedLayers(), KVCache(page_size=16))
@@ -100,11 +100,14 @@ def warpers(temperature, top_k=None, top_p=None):
     ]
 
 
-def draws(model, prompt, new, **options):
+def draws(model, prompt, new, rows=500, **options):
     counts = {}
     for seed in range(5):
         torch.manual_seed(seed)
-        out = model.generate(prompt, do_sample=True, max_new_tokens=new, num_return_sequences=500, **options)
+        mask = torch.ones_like(prompt)  # else tokens that look like padding are hidden
+        out = model.generate(
+            prompt, attention_mask=mask, do_sample=True, max_new_tokens=new, num_return_sequences=rows, **options
+        )
         for row in out[:, prompt.shape[1] :].tolist():
             counts[tuple(row)] = counts.get(tuple(row), 0) + 1
     return counts
@@ -117,7 +120,7 @@ def test_sampling_keeps_the_distribution(mode):
     sizes = {"vocab_size": 8, "eos_token_id": None, "pad_token_id": 0}
     kind = "deepseek_v3" if mode == "self" else "llama"
     target = randomize(tiny_model(kind, **sizes), 0, 0.35 if kind == "llama" else 0.1).eval()
-    prompt = torch.tensor([[3, 5, 1, 3, 5, 1, 3, 5]])
+    prompt = torch.randint(0, 8, (1, 60), generator=torch.Generator().manual_seed(2))  # n-grams of every kind
     expected = exact(target, prompt, warpers(0.8, top_p=0.9), 3)
     draft = plain(randomize(tiny_model("llama", **sizes), 1, 0.35).eval()) if mode == "model" else mode
     optimize(target, config(draft, 3))
@@ -132,7 +135,7 @@ def test_sampling_keeps_the_distribution_with_the_mtp_layer():
     prompt = tokenizer("def __init__(self, value):\n    self.", return_tensors="pt").input_ids
     expected = exact(stock, prompt, warpers(1.5, top_k=3), 3)
     model, _ = bundled("mtp")
-    assert chi_square_p(draws(model, prompt, 3, temperature=1.5, top_k=3, eos_token_id=None), expected) > 1e-3
+    assert chi_square_p(draws(model, prompt, 3, 250, temperature=1.5, top_k=3, eos_token_id=None), expected) > 1e-3
     seen = report(model).counters
     assert 0 < seen["speculative: accepted tokens"] < seen["speculative: drafted tokens"]
 
@@ -145,15 +148,17 @@ def test_the_distribution_test_sees_a_fault():
 # --- how often guesses are right
 
 
-ACCEPTED = {"model": 1.4, "mtp": 1.5, "ngram": 0.9, "self": 2.5}
+ACCEPTED = {"model": (1.4, 9), "mtp": (1.5, 9), "ngram": (0.4, 3), "self": (2.0, 3)}
+"""At least so many tokens of 4 guessed, over so many of the held-out files."""
 
 
 @pytest.mark.parametrize("mode", ACCEPTED)
 def test_accepted_tokens_on_held_out_code(mode):
-    """128 tokens greedily after the first 600 of each held-out file, four guesses at a time: tokens accepted a step."""
+    """64 tokens greedily after the first 600 of each held-out file, four guesses at a time: tokens accepted a step."""
+    least, files = ACCEPTED[mode]
     model, tokenizer = bundled(mode)
     restore(model)
-    prompts = heldout(tokenizer, 600)
+    prompts = heldout(tokenizer, 600, files)
     expected = [greedy(tokenizer, i) for i in range(len(prompts))]
     optimize(model, config(bundled_draft() if mode == "model" else mode))
     for prompt, text in zip(prompts, expected, strict=True):
@@ -161,7 +166,7 @@ def test_accepted_tokens_on_held_out_code(mode):
     seen = report(model).counters
     accepted = seen["speculative: accepted tokens"] / seen["speculative: rows in steps"]
     print(f"{mode}: {accepted:.2f} of 4 accepted a step")
-    assert accepted >= ACCEPTED[mode]
+    assert accepted >= least
 
 
 @functools.cache
@@ -212,37 +217,51 @@ def paced(verify, draft, right, steps=200):
     """The numbers of drafts chosen when verifying n tokens takes verify(n) ms and `right` of 10 guesses are right."""
     pace, chosen, tenths = Pace(), [], itertools.cycle(range(10))
     for _ in range(steps):
-        drafts = pace.choose()
+        drafts = pace.choose([pace.acceptance.rate])
         stood = next((i for i in range(drafts) if next(tenths) >= right), drafts)
         if drafts:
-            pace.learn(drafts, stood)
-        pace.spend(1 + drafts, drafts, draft * drafts, verify(1 + drafts), 1 + stood)
+            pace.acceptance.learn(drafts, stood)
+        pace.spend(1, 1 + drafts, drafts, draft * drafts, verify(1 + drafts), 1 + stood)
         chosen.append(drafts)
     return pace, chosen
 
 
 def test_as_many_drafts_as_pay():
     pace, chosen = paced(lambda n: 10 + 0.1 * n, 0.1, 9)
-    assert min(chosen[50:]) >= 4 and pace.speedup(chosen[-1]) > 1.5
-    pace, chosen = paced(lambda n: 10.0 * n, 0.1, 9)  # each token costs a whole step: nothing to gain
-    assert sum(drafts > 0 for drafts in chosen[50:]) <= 150 // FIRST_PROBE
-    pace, chosen = paced(lambda n: 10 + 0.5 * n, 0.5, 0)  # never right
-    assert sum(drafts > 0 for drafts in chosen[50:]) <= 150 // FIRST_PROBE
-    pace, chosen = paced(lambda n: 10 + 0.1 * n, 9.0, 9)  # guessing costs as much as the model
-    assert sum(drafts > 0 for drafts in chosen[50:]) <= 150 // FIRST_PROBE
+    assert min(chosen[50:]) >= 4 and pace.speedup(chosen[-1], [0.9]) > 1.5 and pace.measured_speedup() > 1.5
+    for costs in (
+        (lambda n: 10.0 * n, 0.1, 9),  # each token costs a whole step
+        (lambda n: 10 + 0.5 * n, 0.5, 0),  # never right
+        (lambda n: 10 + 0.1 * n, 9.0, 9),  # guessing costs as much as the model
+    ):
+        pace, chosen = paced(*costs)
+        assert sum(drafts > 0 for drafts in chosen[50:]) <= 150 // FIRST_PROBE
+        assert pace.measured_speedup() < 1
+
+
+def test_the_slowest_row_counts():
+    assert tokens_per_step(2, [0.5]) == 1.75
+    assert tokens_per_step(2, [1.0, 0.0]) == 0.5 * 1 + 0.5 * 2
 
 
 def test_the_estimate_follows_the_text():
-    pace = Pace()
+    seen = Acceptance()
     for _ in range(200):
-        pace.learn(4, 4)
-    assert pace.acceptance > 0.95
+        seen.learn(4, 4)
+    assert seen.rate > 0.95
     for _ in range(200):
-        pace.learn(4, 0)
-    assert pace.acceptance < 0.1
-    pace.begin()
-    pace.learn(8, 8)
-    assert pace.acceptance > 0.4  # a new call does not wait for what the old one taught
+        seen.learn(4, 0)
+    assert seen.rate < 0.1
+    again = Acceptance(seen.rate)
+    again.learn(8, 8)
+    assert again.rate > 0.4  # a new call does not wait for what the old ones taught
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    costs = Costs(0.1, True)
+    for size, ms in ((1, 9.0), (1, 2.0), (1, 5.0), (5, 9.0), (5, 4.0)):
+        costs.add(size, ms)
+    assert (costs.of(1), costs.of(5), costs.of(3), costs.of(7)) == (2.0, 4.0, 3.0, 5.0)
 
 
 # --- what can be asked for
@@ -324,5 +343,7 @@ def test_the_report_says_what_it_was_good_for():
         model.generate(prompt, do_sample=False, max_new_tokens=40)
     facts = report(model).cache
     assert facts["speculative_tokens_per_step_and_row"] >= 1
-    for word in ("acceptance", "plain step", "predicted", "measured"):
-        assert word in facts["speculative_batch_1"]
+    assert 0 < facts["speculative_acceptance_estimate"] < 1
+    for word in ("plain step", "guesses", "predicted"):
+        assert word in facts["speculative_with_1_row"]
+    assert facts["speculative_measured_speed_up"].partition("x")[0].replace(".", "").isdigit()

@@ -11,8 +11,17 @@ import torch
 from transformers import LogitsProcessor, MaxTimeCriteria, StoppingCriteria
 from transformers.generation import BaseStreamer
 
-from deepseek_accel import Attention, FusedExperts, FusedLayers, KVCache, OptimizeConfig, Speculative, models
-from deepseek_accel import optimize, report
+from deepseek_accel import (
+    Attention,
+    FusedExperts,
+    FusedLayers,
+    KVCache,
+    OptimizeConfig,
+    Speculative,
+    models,
+    optimize,
+    report,
+)
 from deepseek_accel.testing import relative_error, tiny_model
 from deepseek_accel.versions import cache_argument
 
@@ -262,7 +271,10 @@ class StopAt(StoppingCriteria):
 
 def test_a_criterion_of_the_caller_is_asked_for_each_token():
     stops = [StopAt(30), StopAt(30)]
-    outs = [run(m, batch(23), stopping_criteria=[s]) for m, s in zip((stock("llama"), fast("llama", "model")), stops)]
+    outs = [
+        run(m, batch(23), stopping_criteria=[s])
+        for m, s in zip((stock("llama"), fast("llama", "model")), stops, strict=True)
+    ]
     assert outs[0].tolist() == outs[1].tolist() and outs[0].shape[1] == 30
     assert stops[0].calls == stops[1].calls == list(range(24, 31))
 

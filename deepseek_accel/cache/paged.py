@@ -572,6 +572,6 @@ def paged_cache(
 
 
 def one_layer_cache(like: PagedCache, attention: Any) -> PagedCache:
-    """A new cache of one layer for `attention`, with pages of the size that `like` has, in the dtype that is computed."""
+    """A new cache of one layer for `attention`, with pages of like's size, in the dtype that is computed."""
     pools = _Pools(like.page_size, None, 0, Counter(), None, like._pools.is_latent)
     return PagedCache(pools, [None], [attention])

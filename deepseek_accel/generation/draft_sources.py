@@ -53,12 +53,12 @@ class ModelSource:
 
 
 class SelfSource:
-    """The target with fewer experts."""
+    """The target with half of its experts."""
 
     wants_hidden = False
 
     def begin(self, call: Any, input_ids: torch.Tensor, starts: list[int] | None) -> Begin:
-        return lambda loop: SelfDraft(loop.ragged, None)
+        return lambda loop: SelfDraft(loop.ragged)
 
 
 class MTPSource:

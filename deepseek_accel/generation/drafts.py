@@ -24,19 +24,19 @@ SELF_WINDOW = 1024
 CATCH_UP = 128
 """Tokens per row that join a draft's cache at a time."""
 
-Pick = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
-"""(logits [B, vocabulary], the index of the token to pick in each row) -> tokens [B], on the device."""
+Pick = Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor]
+"""(logits [N, vocabulary], the row of each, the index of the token to pick in it) -> tokens [N], on the device."""
 
 
 class Draft(Protocol):
     """What guesses during one call."""
 
-    def propose(self, rows: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
-        """At most counts[r] tokens to follow rows[r]."""
+    def propose(self, texts: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
+        """At most counts[r] tokens to follow texts[r]; some count is not 0."""
 
-    def learn(self, hidden: torch.Tensor, counts: list[int], stand: list[int]) -> None:
-        """The target ran: hidden [B, S, D] after its last layer, of which the last counts[r] columns are row r's and
-        the first stand[r] of those stand."""
+    def learn(self, hidden: torch.Tensor, rows: list[int], counts: list[int], stand: list[int]) -> None:
+        """The target ran: hidden [R, S, D] after its last layer, of which the last counts[i] columns are of row
+        rows[i], and the first stand[i] of those stand."""
 
 
 class NGram:
@@ -46,14 +46,12 @@ class NGram:
         """first: where each row's text begins, behind its padding."""
         self._read = list(first)
         self._first = list(first)
-        self._followed: list[list[dict[tuple[int, ...], int]]] = [
-            [{} for _ in range(LONGEST + 1)] for _ in first
-        ]
+        self._followed: list[list[dict[tuple[int, ...], int]]] = [[{} for _ in range(LONGEST + 1)] for _ in first]
 
-    def propose(self, rows: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
-        return [self._follow(r, rows[r], count) if count else [] for r, count in enumerate(counts)]
+    def propose(self, texts: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
+        return [self._follow(r, texts[r], count) if count else [] for r, count in enumerate(counts)]
 
-    def learn(self, hidden: torch.Tensor, counts: list[int], stand: list[int]) -> None:
+    def learn(self, hidden: torch.Tensor, rows: list[int], counts: list[int], stand: list[int]) -> None:
         pass
 
     def _follow(self, r: int, row: list[int], count: int) -> list[int]:
@@ -75,22 +73,25 @@ class NGram:
 
 def chain(
     logits: torch.Tensor,
-    rows: list[list[int]],
+    texts: list[list[int]],
     counts: list[int],
     pick: Pick,
-    step: Callable[[torch.Tensor, list[int]], torch.Tensor],
+    step: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[list[int]]:
-    """Guess one token after the other, each from the ones before. logits [B, vocabulary]: of the first.
-
-    step: (tokens [B] just guessed, 1 for each row that goes on and else 0) -> logits [B, vocabulary].
+    """Guess one token after the other, each from the ones before. logits [R, vocabulary]: of the first, for the rows
+    whose count is not 0; they all go on until the largest count. step: tokens [R] just guessed -> logits.
     """
+    rows = [r for r, count in enumerate(counts) if count]
     columns: list[torch.Tensor] = []
     for i in range(max(counts)):
         if i:
-            logits = step(columns[-1], [int(count > i) for count in counts])
-        columns.append(pick(logits, [len(row) + i for row in rows]))
+            logits = step(columns[-1])
+        columns.append(pick(logits, rows, [len(texts[r]) + i for r in rows]))
     guessed = torch.stack(columns, 1).tolist()  # the one time that the host waits
-    return [tokens[:count] for tokens, count in zip(guessed, counts, strict=True)]
+    found: list[list[int]] = [[] for _ in counts]
+    for r, tokens in zip(rows, guessed, strict=True):
+        found[r] = tokens[: counts[r]]
+    return found
 
 
 def right_aligned(lists: list[list[int]], device: torch.device) -> torch.Tensor:
@@ -101,9 +102,9 @@ def right_aligned(lists: list[list[int]], device: torch.device) -> torch.Tensor:
 
 
 def catch_up(todo: list[int]) -> list[list[int]]:
-    """How many of its `todo` tokens each row takes in each of several runs. All rows end with the last one."""
+    """How many of its `todo` tokens each row takes in each of several runs. Each row's last are in the last run."""
     runs = [[min(left, CATCH_UP) for left in todo]]
-    while any(left := [have - sum(run[r] for run in runs) for r, have in enumerate(todo)]):
+    while any(left := [have - sum(run[i] for run in runs) for i, have in enumerate(todo)]):
         runs.insert(0, [min(more, CATCH_UP) for more in left])
     return runs
 
@@ -123,73 +124,78 @@ class ModelDraft:
         else:
             sizes = [entry_sizes(layer.attention) for layer in stepper.model.layers]
             cache.open(batch, sizes, stepper.model.dtype, device, 1)
-        self._rows = RaggedRows(stepper, cache, first, starts)
+        self._ragged = RaggedRows(stepper, cache, first, starts)
         self._guessed: list[list[int]] = [[] for _ in range(batch)]
         """Tokens behind each row's length whose entries are written too."""
 
-    def propose(self, rows: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
-        self._keep_what_came_true(rows)
-        lengths, device = self._rows.lengths, self.stepper.model.device
-        todo = [len(row) - have if count else 0 for row, have, count in zip(rows, lengths, counts, strict=True)]
-        for run in catch_up(todo):
-            new = [row[have : have + n] for row, have, n in zip(rows, lengths, run, strict=True)]
-            hidden = self._rows.run(right_aligned(new, device), run)
-            self._rows.lengths = lengths = [have + n for have, n in zip(lengths, run, strict=True)]
+    def propose(self, texts: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
+        self._keep_what_came_true(texts)
+        ragged, model = self._ragged, self.stepper.model
+        rows = [r for r, count in enumerate(counts) if count]
+        for run in catch_up([len(texts[r]) - ragged.lengths[r] for r in rows]):
+            some = [(r, n) for r, n in zip(rows, run, strict=True) if n]
+            which, new = [r for r, _ in some], [n for _, n in some]
+            read = [texts[r][ragged.lengths[r] : ragged.lengths[r] + n] for r, n in some]
+            hidden = ragged.run(right_aligned(read, model.device), new, which)
+            ragged.grow(which, new)
+        known, ones = list(ragged.lengths), [1] * len(rows)
 
-        def step(tokens: torch.Tensor, active: list[int]) -> torch.Tensor:
-            hidden = self._rows.run(tokens[:, None], active)
-            self._rows.lengths = [have + n for have, n in zip(self._rows.lengths, active, strict=True)]
-            return head_step(self.stepper.model, hidden[:, -1])
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            hidden = ragged.run(tokens[:, None], ones, rows)
+            ragged.grow(rows, ones)
+            return head_step(model, hidden[:, -1])
 
-        guessed = chain(head_step(self.stepper.model, hidden[:, -1].contiguous()), rows, counts, pick, step)
-        self._rows.lengths = lengths
-        self._guessed = [tokens[:-1] for tokens in guessed]
-        return guessed
+        try:
+            found = chain(head_step(model, hidden[:, -1].contiguous()), texts, counts, pick, step)
+        finally:
+            ragged.lengths = known
+        self._guessed = [tokens[:-1] for tokens in found]
+        return found
 
-    def learn(self, hidden: torch.Tensor, counts: list[int], stand: list[int]) -> None:
+    def learn(self, hidden: torch.Tensor, rows: list[int], counts: list[int], stand: list[int]) -> None:
         pass
 
-    def _keep_what_came_true(self, rows: list[list[int]]) -> None:
+    def _keep_what_came_true(self, texts: list[list[int]]) -> None:
         """Entries of guesses stay where the row has become what was guessed."""
         for r, guessed in enumerate(self._guessed):
             for token in guessed:
-                have = self._rows.lengths[r]
-                if have >= len(rows[r]) - 1 or rows[r][have] != token:
+                have = self._ragged.lengths[r]
+                if have >= len(texts[r]) - 1 or texts[r][have] != token:
                     break
-                self._rows.lengths[r] += 1
+                self._ragged.lengths[r] += 1
             guessed.clear()
 
 
 class SelfDraft:
-    """The target itself with fewer experts and a window over its keys. It writes where the target will write again:
-    no memory, no cache, no prompt of its own."""
+    """The target itself with half of its experts and a window over its keys. It writes where the target will write
+    again: no memory, no cache, no prompt of its own."""
 
-    def __init__(self, rows: RaggedRows, experts: int | None) -> None:
-        """experts: how many each router chooses; None: half of what it chooses otherwise."""
-        self._rows, stepper = rows, rows.stepper
+    def __init__(self, ragged: RaggedRows) -> None:
+        self._ragged, stepper = ragged, ragged.stepper
         layers = []
         for layer in stepper.model.layers:
             if isinstance(layer.mlp, Mixture):
                 rule = layer.mlp.rule
-                fewer = max(1, rule.top_k // 2) if experts is None else min(experts, rule.top_k)
-                layer = layer._replace(mlp=layer.mlp._replace(rule=replace(rule, top_k=fewer)))
+                layer = layer._replace(mlp=layer.mlp._replace(rule=replace(rule, top_k=max(1, rule.top_k // 2))))
             layers.append(layer)
         model = stepper.model._replace(layers=tuple(layers))
         self._cheap = Stepper(model, stepper.family, stepper.attention)
 
-    def propose(self, rows: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
-        lengths = self._rows.lengths
-        pending = torch.tensor([row[-1] for row in rows], device=self._cheap.model.device)
+    def propose(self, texts: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
+        ragged, model = self._ragged, self._cheap.model
+        rows = [r for r, count in enumerate(counts) if count]
+        known, ones = list(ragged.lengths), [1] * len(rows)
 
-        def step(tokens: torch.Tensor, active: list[int]) -> torch.Tensor:
-            hidden = self._rows.run(tokens[:, None], active, self._cheap, SELF_WINDOW)
-            self._rows.lengths = [have + n for have, n in zip(self._rows.lengths, active, strict=True)]
-            return head_step(self._cheap.model, hidden[:, -1])
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            hidden = ragged.run(tokens[:, None], ones, rows, self._cheap, SELF_WINDOW)
+            ragged.grow(rows, ones)
+            return head_step(model, hidden[:, -1])
 
         try:
-            return chain(step(pending, [int(count > 0) for count in counts]), rows, counts, pick, step)
+            pending = torch.tensor([texts[r][-1] for r in rows], device=model.device)
+            return chain(step(pending), texts, counts, pick, step)
         finally:
-            self._rows.lengths = lengths
+            ragged.lengths = known
 
-    def learn(self, hidden: torch.Tensor, counts: list[int], stand: list[int]) -> None:
+    def learn(self, hidden: torch.Tensor, rows: list[int], counts: list[int], stand: list[int]) -> None:
         pass

@@ -1,9 +1,9 @@
 """The multi-token-prediction layer of a DeepSeek-V3 checkpoint (arXiv 2412.19437, section 2.2) as a draft.
 
 It is stored as layer `num_hidden_layers`: from the target's normalised state at token t and the embedding of token
-t + 1 it predicts token t + 2. Fed its own output in place of the target's state it predicts further. transformers leaves
-it out when it loads a model, so it is read from the checkpoint, once. Embedding, head and rotary embedding are the
-target's own; the copies that the checkpoint has of them are not read.
+t + 1 it predicts token t + 2. Fed its own output in place of the target's state it predicts further. transformers
+leaves it out when it loads a model, so it is read from the checkpoint, once. Embedding, head and rotary embedding are
+the target's own; the copies that the checkpoint has of them are not read.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch.nn.functional as F
 from ..cache.paged import one_layer_cache
 from ..errors import PlanError
 from ..ops.rms_norm import rms_norm
-from .drafts import Pick, catch_up, chain
-from .lines import Layer, LatentAttention, Mixture, Model, Norm
+from .drafts import Pick, catch_up, chain, right_aligned
+from .lines import LatentAttention, Layer, Mixture, Model, Norm
 from .prefill import entry_sizes
 from .ragged import RaggedRows
 from .step import Stepper, head_step
 
 CONTEXT = 2048
 """Tokens of a prompt that the layer reads, its last ones."""
+UNREAD = 64
+"""Runs of the target whose states are kept as they come, until the layer is asked."""
 
 
 class MTP(NamedTuple):
@@ -87,7 +89,9 @@ def _directory(model: Any) -> Path:
                 return Path(config).parent
         except OSError:
             pass
-    raise PlanError(f'draft="mtp" reads the layer from the checkpoint, and {name or "this model"!r} is no directory here')
+    raise PlanError(
+        f'draft="mtp" reads the layer from the checkpoint, and {name or "this model"!r} is no directory here'
+    )
 
 
 def read_mtp(model: Any, family: Any) -> MTP:
@@ -114,11 +118,15 @@ def read_mtp(model: Any, family: Any) -> MTP:
         return get(name), last.input_layernorm.variance_epsilon
 
     attention = _read_attention(get, norm, last.self_attn, low_rank="self_attn.q_a_proj" in read)
-    layer = Layer(norm("input_layernorm"), attention, norm("post_attention_layernorm"), _read_mixture(get, last.mlp, family))
+    layer = Layer(
+        norm("input_layernorm"), attention, norm("post_attention_layernorm"), _read_mixture(get, last.mlp, family)
+    )
     return MTP(norm("enorm"), norm("hnorm"), get("eh_proj"), layer, norm("shared_head.norm"))
 
 
-def _read_attention(get: Callable[..., torch.Tensor], norm: Callable[[str], Norm], like: Any, low_rank: bool) -> LatentAttention:
+def _read_attention(
+    get: Callable[..., torch.Tensor], norm: Callable[[str], Norm], like: Any, low_rank: bool
+) -> LatentAttention:
     first = get("self_attn.q_a_proj" if low_rank else "self_attn.q_proj")
     w_kv = get("self_attn.kv_b_proj")
     nope, value = like.qk_nope_head_dim, like.v_head_dim
@@ -175,9 +183,10 @@ class MTPDraft:
         own.open(len(states), [entry_sizes(mtp.layer.attention)], model.dtype, model.device, 1)
         if starts is not None:
             starts = [max(0, start - self._first) for start in starts]
-        self._rows = RaggedRows(self._stepper, own, shifts - self._first, starts)
+        self._ragged = RaggedRows(self._stepper, own, shifts - self._first, starts)
         self._unread = list(self._normal(states))
         """[n, D] by row: normalised states of tokens whose entries are still to be made."""
+        self._learned: list[tuple[torch.Tensor, list[int], list[int], list[int]]] = []
 
     def _normal(self, states: torch.Tensor) -> torch.Tensor:
         return rms_norm(states.flatten(0, 1), *self._target.norm).view(states.shape)
@@ -189,43 +198,52 @@ class MTPDraft:
         parts = rms_norm(embedded, *mtp.token_norm), rms_norm(states.flatten(0, 1), *mtp.state_norm)
         return F.linear(torch.cat(parts, -1), mtp.mix).view(shape)
 
-    def learn(self, hidden: torch.Tensor, counts: list[int], stand: list[int]) -> None:
-        normal, size = self._normal(hidden), hidden.shape[1]
-        for r, (count, n) in enumerate(zip(counts, stand, strict=True)):
-            if n:
-                new = normal[r, size - count : size - count + n]
-                self._unread[r] = torch.cat((self._unread[r], new))
+    def learn(self, hidden: torch.Tensor, rows: list[int], counts: list[int], stand: list[int]) -> None:
+        self._learned.append((hidden, rows, counts, stand))
+        if len(self._learned) >= UNREAD:
+            self._take_in()
 
-    def propose(self, rows: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
-        todo = [len(states) if count else 0 for states, count in zip(self._unread, counts, strict=True)]
-        for run in catch_up(todo):
-            out = self._read(rows, run)
-        model = self._stepper.model
+    def _take_in(self) -> None:
+        """Sort what was learned by row."""
+        new: list[list[torch.Tensor]] = [[states] for states in self._unread]
+        for hidden, rows, counts, stand in self._learned:
+            normal, size = self._normal(hidden), hidden.shape[1]
+            for i, (r, count, n) in enumerate(zip(rows, counts, stand, strict=True)):
+                new[r].append(normal[i, size - count : size - count + n])
+        self._learned.clear()
+        self._unread = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in new]
+
+    def propose(self, texts: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
+        self._take_in()
+        ragged, model = self._ragged, self._stepper.model
+        rows = [r for r, count in enumerate(counts) if count]
+        for run in catch_up([len(self._unread[r]) for r in rows]):
+            some = [(r, n) for r, n in zip(rows, run, strict=True) if n]
+            out = self._read(texts, [r for r, _ in some], [n for _, n in some])
         last = out[:, -1].contiguous()
-        lengths = self._rows.lengths
+        known, ones = list(ragged.lengths), [1] * len(rows)
 
-        def step(tokens: torch.Tensor, active: list[int]) -> torch.Tensor:
+        def step(tokens: torch.Tensor) -> torch.Tensor:
             nonlocal last
-            last = self._rows.run(self._mixed(tokens[:, None], last[:, None]), active)[:, -1]
-            self._rows.lengths = [have + n for have, n in zip(self._rows.lengths, active, strict=True)]
+            last = ragged.run(self._mixed(tokens[:, None], last[:, None]), ones, rows)[:, -1]
+            ragged.grow(rows, ones)
             return head_step(model, last)
 
         try:
-            return chain(head_step(model, last), rows, counts, pick, step)
+            return chain(head_step(model, last), texts, counts, pick, step)
         finally:
-            self._rows.lengths = lengths
+            ragged.lengths = known
 
-    def _read(self, rows: list[list[int]], counts: list[int]) -> torch.Tensor:
-        """Make the entries of the next counts[r] states of each row. [B, S, D] after the layer."""
-        size, width = max(counts), self._target.embedding.shape[1]
-        states = self._target.embedding.new_zeros(len(rows), size, width)
-        tokens = torch.zeros(len(rows), size, dtype=torch.int64)
-        for r, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            if count:
-                at = self._first + self._rows.lengths[r] + 1
-                states[r, size - count :] = self._unread[r][:count]
-                tokens[r, size - count :] = torch.tensor(row[at : at + count])
-                self._unread[r] = self._unread[r][count:]
-        out = self._rows.run(self._mixed(tokens.to(states.device), states), counts)
-        self._rows.lengths = [have + n for have, n in zip(self._rows.lengths, counts, strict=True)]
+    def _read(self, texts: list[list[int]], rows: list[int], counts: list[int]) -> torch.Tensor:
+        """Make the entries of the next counts[i] states of row rows[i]. [R, S, D] after the layer."""
+        size, embedding = max(counts), self._target.embedding
+        states, tokens = embedding.new_zeros(len(rows), size, embedding.shape[1]), []
+        for i, (r, count) in enumerate(zip(rows, counts, strict=True)):
+            at = self._first + self._ragged.lengths[r] + 1
+            states[i, size - count :] = self._unread[r][:count]
+            self._unread[r] = self._unread[r][count:]
+            tokens.append(texts[r][at : at + count])
+        mixed = self._mixed(right_aligned(tokens, embedding.device), states)
+        out = self._ragged.run(mixed, counts, rows)
+        self._ragged.grow(rows, counts)
         return out

@@ -7,11 +7,12 @@ began, so that nothing in reach of the rows is given back; `commit` at the end s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from ..cache.entries import Entries
 from ..ops.choice import uses_triton
 from .reach import Reach
 from .step import Place, Stepper
@@ -27,9 +28,7 @@ class RaggedRows:
     cache held at first. shifts [B] int64: cache index minus position id, by row. starts: first key each row sees.
     """
 
-    def __init__(
-        self, stepper: Stepper, cache: Any, shifts: torch.Tensor, starts: list[int] | None = None
-    ) -> None:
+    def __init__(self, stepper: Stepper, cache: Any, shifts: torch.Tensor, starts: list[int] | None = None) -> None:
         self.stepper, self.cache = stepper, cache
         device = stepper.model.device
         self.lengths = [cache.length] * len(shifts)
@@ -51,47 +50,89 @@ class RaggedRows:
                 storage.flatten(0, 1).index_fill_(0, slots, 0)
 
     def run(
-        self, given: torch.Tensor, counts: list[int], stepper: Stepper | None = None, sees: int | None = None
+        self,
+        given: torch.Tensor,
+        counts: list[int],
+        rows: list[int],
+        stepper: Stepper | None = None,
+        sees: int | None = None,
     ) -> torch.Tensor:
-        """given [B, S] tokens, or [B, S, D] embedded ones: hidden states [B, S, D] after the last layer.
+        """given [R, S] tokens, or [R, S, D] embedded ones, of these rows: hidden states [R, S, D] after the last layer.
 
-        The last counts[r] of the columns of row r are its new tokens; what lies before them is computed and ignored.
-        Their entries are written behind the row's own. stepper: what runs instead of the rows' own. sees: how many
-        keys at most a token sees, itself included.
+        The last counts[i] of the columns, at least one, are new tokens of row rows[i]; what lies before them is
+        computed and ignored. Their entries are written behind the row's own. stepper: what runs instead of the rows'
+        own. sees: how many keys at most a token sees, itself included.
         Raises CacheFullError before anything is written.
         """
-        batch, size = given.shape[:2]
-        longest = max(length + count for length, count in zip(self.lengths, counts, strict=True))
+        size = given.shape[1]
+        longest = max(self.lengths[r] + count for r, count in zip(rows, counts, strict=True))
         self.reserve(longest)
-        place = self._place(batch, size, counts, longest, sees)
         stepper = self.stepper if stepper is None else stepper
-        model = stepper.model
-        x = F.embedding(given.flatten(), model.embedding) if given.dim() == 2 else given.flatten(0, 1)
-        return stepper.layers(x, self.cache.pages(longest), place).view(batch, size, -1)
+        table = self.cache.pool.block_table()
+        pages = self.cache.pages(longest)
+        if len(rows) < len(self.lengths):
+            table = table[torch.tensor(rows, device=table.device)]
+            pages = [SomeRows(held.storage, held.format, table, longest) for held in pages]
+        place = self._place(size, counts, rows, longest, table, sees)
+        x = F.embedding(given.flatten(), stepper.model.embedding) if given.dim() == 2 else given.flatten(0, 1)
+        return stepper.layers(x, pages, place).view(len(rows), size, -1)
 
-    def _place(self, batch: int, size: int, counts: list[int], longest: int, sees: int | None) -> Place:
+    def grow(self, rows: list[int], counts: list[int]) -> None:
+        """So many more tokens of these rows stand."""
+        for r, count in zip(rows, counts, strict=True):
+            self.lengths[r] += count
+
+    def _place(
+        self, size: int, counts: list[int], rows: list[int], longest: int, table: torch.Tensor, sees: int | None
+    ) -> Place:
         device, pool = self.stepper.model.device, self.cache.pool
         page_size, pages = pool.page_size, pool.table.rows
         index, slots, ends = [], [], []
-        for r, (held, count) in enumerate(zip(self.lengths, counts, strict=True)):
-            # what fills a row up repeats its first new token, and in a row without one its last key
-            places = [held - (count == 0)] * (size - count) + list(range(held, held + count))
+        for r, count in zip(rows, counts, strict=True):
+            held = self.lengths[r]
+            places = [held] * (size - count) + list(range(held, held + count))  # filled up with the first new token
             index += places
             new = [pages[r][place // page_size] * page_size + place % page_size for place in places[size - count :]]
             slots += [-1] * (size - count) + new
             ends.append(held + count)
+        which = slice(None) if len(rows) == len(self.lengths) else torch.tensor(rows, device=device)
         at, slot = torch.tensor([index, slots]).to(device)
-        at = at.view(batch, size)
-        positions = at if self._unshifted else (at - self.shifts[:, None]).clamp_min(0)
+        at = at.view(len(rows), size)
+        positions = at if self._unshifted else (at - self.shifts[which, None]).clamp_min(0)
         rotation = self.stepper.rotation(self.stepper.model.embedding[:1, None], positions)
         starts, lengths = self._starts, torch.tensor(ends, dtype=torch.int32).to(device)
+        starts = None if starts is None else starts[which]
         if sees is not None:
             window = (lengths - sees).clamp_min(0)
             starts = window if starts is None else torch.maximum(starts, window)
-        table = pool.block_table()
-        if self._kernels or (size == 1 and starts is None and len(set(ends)) == 1 and 0 not in counts):
-            return Place((batch, size), rotation, slot, Reach(table, lengths, longest, size > 1, starts))
-        mask = (torch.arange(longest, device=device) <= at[..., None])[:, None]
+        if self._kernels or (size == 1 and starts is None and len(set(ends)) == 1):
+            return Place((len(rows), size), rotation, slot, Reach(table, lengths, longest, size > 1, starts))
+        key = torch.arange(longest, device=device)
+        mask = (key <= at[..., None])[:, None]
         if starts is not None:
-            mask = mask & (torch.arange(longest, device=device) >= starts[:, None, None, None])
-        return Place((batch, size), rotation, slot, Reach(table, lengths, longest, False, starts, mask))
+            mask = mask & (key >= starts[:, None, None, None])
+        return Place((len(rows), size), rotation, slot, Reach(table, lengths, longest, False, starts, mask))
+
+
+class SomeRows(NamedTuple):
+    """A layer's pages, of some rows."""
+
+    storage: torch.Tensor
+    format: Entries
+    table: torch.Tensor
+    length: int
+
+    @property
+    def fp8(self) -> str | None:
+        return self.format.fp8
+
+    @property
+    def address(self) -> None:
+        return None
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [R, heads, T, size], as `Pages.gather`."""
+        heads, key_dim, value_dim = self.format.num_heads, self.format.key_dim, self.format.value_dim
+        entries = self.format.decode(self.storage[self.table.long()].flatten(1, 2)[:, : self.length])
+        keys, values = entries.split([heads * key_dim, heads * value_dim], -1)
+        return keys.unflatten(-1, (heads, key_dim)).transpose(1, 2), values.unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The speculative loop: guess some tokens, check them all in one run of the target, keep those that it would have chosen.
+"""The speculative loop: guess some tokens, check all in one run of the target, keep those that it would have chosen.
 
 Every token is the target's own choice for its place (the largest score, or drawn with that place's random numbers), so
 the text is that of the plain loop. A guess only decides whether a choice can be made in the same run as the one before.
@@ -7,7 +7,6 @@ Rows accept different numbers of tokens; each goes on from its own end (`ragged.
 
 from __future__ import annotations
 
-import sys
 import sys
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from ..errors import CacheFullError
 from ..watch import count
 from .decode import Loop, _Sampling
 from .drafts import CATCH_UP, Draft, right_aligned
-from .latency import MOST_DRAFTS, Pace
+from .latency import MOST_DRAFTS, Acceptance, Pace
 from .lines import Watched
 from .noise import Noise
 from .ragged import RaggedRows
@@ -49,37 +48,35 @@ class Speculation:
     counters: Counter[str]
     page_size: int
     """Of a draft's own cache."""
-    paces: dict[int, Pace] = field(default_factory=dict)
-    """By how many rows run together."""
+    pace: Pace = field(default_factory=Pace)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"paces": {}}
+        return vars(self) | {"pace": Pace()}  # a copy may run elsewhere
 
     def sampling(self, model: Any, stepper: Stepper, loop: Loop, *rest: Any) -> _Sampling:
         """What runs one call."""
         return _Speculating(model, stepper, loop, *rest, speculation=self)
 
-    def pace(self, batch: int) -> Pace:
-        return self.paces.setdefault(batch, Pace(batch))
-
     def facts(self) -> dict[str, Any]:
         """For the report."""
-        c = self.counters
-        steps, rows = c["speculative: steps"], c["speculative: rows in steps"]
+        c, pace = self.counters, self.pace
         facts: dict[str, Any] = {}
-        if rows:
+        if rows := c["speculative: rows in steps"]:
             facts["tokens_per_step_and_row"] = round(c["speculative: tokens"] / rows, 2)
         if drafted := c["speculative: drafted tokens"]:
             facts["accepted_share_of_drafts"] = round(c["speculative: accepted tokens"] / drafted, 3)
-        for batch, pace in sorted(self.paces.items()):
-            plain = pace.verify.of(1, 0.1)
-            if plain is None or not steps:
+            facts["acceptance_estimate"] = round(pace.acceptance.rate, 3)
+        for number, (verify, draft) in sorted(pace.costs.items()):
+            if (plain := verify.of(1)) is None:
                 continue
-            best = max(range(MOST_DRAFTS + 1), key=pace.speedup)
-            facts[f"batch_{batch}"] = (
-                f"acceptance {pace.acceptance:.2f}, plain step {plain:.2f} ms, best with {best} drafts: predicted "
-                f"{pace.speedup(best):.2f}x, measured over all steps {pace.measured_speedup():.2f}x"
+            rates = [pace.acceptance.rate] * number
+            best = max(range(MOST_DRAFTS + 1), key=lambda drafts: pace.speedup(drafts, rates))
+            facts[f"with_{number}_row{'s' * (number > 1)}"] = (
+                f"plain step {plain:.2f} ms, of 5 tokens {verify.of(5):.2f} ms, 4 guesses {draft.of(4) or 0:.2f} ms; "
+                f"best with {best} guesses, predicted {pace.speedup(best, rates):.2f}x"
             )
+        if (measured := pace.measured_speedup()) is not None:
+            facts["measured_speed_up"] = f"{measured:.2f}x, all steps against plain steps of the measured cost"
         return facts
 
 
@@ -168,6 +165,7 @@ class _Speculated:
         self._begin_draft = begin
         self._draft: Draft | None = None
         self.runs = [True] * self.batch
+        self.rates = [Acceptance(call.speculation.pace.acceptance.rate) for _ in range(self.batch)]
         self.simple, self.samples = call.is_simple, call._samples()
         self.eos, self.pad = set(call._eos()), int(call._pad())
         self.fixed = call.speculation.num_draft_tokens
@@ -182,12 +180,10 @@ class _Speculated:
     def run(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
         """logits [B, vocabulary] of the prompt's last token -> (all token ids, how many entries more stand)."""
         with torch.no_grad():
-            self._accept(logits[:, None], [[] for _ in range(self.batch)], [1] * self.batch)
+            self._accept(logits[:, None], list(range(self.batch)), [[] for _ in range(self.batch)], [1] * self.batch)
             self._stream()
-            pace = self.call.speculation.pace(self.batch)
-            pace.begin()
             while any(self.going) or (self.follows and any(self._behind())):
-                self._step(pace)
+                self._step()
                 self._stream()
         if self.noise is not None:
             self.noise.rewind(max(map(len, self.tokens)) - self.prompt)
@@ -201,32 +197,33 @@ class _Speculated:
         longest = max(map(len, self.tokens))
         return [0 if go else longest - len(row) for go, row in zip(self.going, self.tokens, strict=True)]
 
-    def _step(self, pace: Pace) -> None:
+    def _step(self) -> None:
         """Guess, run, choose."""
         begun = time.perf_counter()
-        drafts = self._propose(pace)
+        drafts = self._propose()
         guessed = time.perf_counter()
-        forced = self._pads_to_follow(1 + max(map(len, drafts)))
-        new = [
-            row[-1:] + guess + [self.pad] * (follow - 1) if go or follow else []
-            for row, guess, follow, go in zip(self.tokens, drafts, forced, self.runs, strict=True)
-        ]
+        pads = self._pads_to_follow(1 + max(map(len, drafts)))
+        rows = [r for r in range(self.batch) if self.runs[r] or pads[r]]
+        new = [self.tokens[r][-1:] + (drafts[r] if self.runs[r] else [self.pad] * (pads[r] - 1)) for r in rows]
         counts = [len(tokens) for tokens in new]
-        hidden = self.ragged.run(right_aligned(new, self.device), counts)
+        hidden = self.ragged.run(right_aligned(new, self.device), counts, rows)
         logits = head_step(self.call.stepper.model, hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-        stand = self._accept(logits, drafts, counts)
-        self.ragged.lengths = [have + n for have, n in zip(self.ragged.lengths, stand, strict=True)]
+        stand = self._accept(logits, rows, drafts, counts)
+        self.ragged.grow(rows, stand)
         if self._draft is not None:
-            self._draft.learn(hidden, counts, stand)
+            self._draft.learn(hidden, rows, counts, stand)
         self.call._count(1, "layers: fused step", self.call._absorbed)
-        self._note(pace, drafts, stand, max(counts), guessed - begun, time.perf_counter() - guessed)
+        emitted = {r: n for r, n in zip(rows, stand, strict=True) if self.runs[r]}
+        if emitted:
+            self._note(drafts, emitted, len(rows), max(counts), guessed - begun, time.perf_counter() - guessed)
 
-    def _propose(self, pace: Pace) -> list[list[int]]:
+    def _propose(self) -> list[list[int]]:
         """Guesses for each row, and which rows run."""
         ahead = [len(row) - min(self._places()) for row in self.tokens]
         most = sys.maxsize if self.noise is None else self.noise.most_places - MOST_DRAFTS - 1
         self.runs = [go and far <= most for go, far in zip(self.going, ahead, strict=True)]
-        wanted = pace.choose() if self.fixed == "auto" else int(self.fixed)
+        rates = [rate.rate for rate, runs in zip(self.rates, self.runs, strict=True) if runs]
+        wanted = self.fixed if isinstance(self.fixed, int) else self.call.speculation.pace.choose(rates) if rates else 0
         counts = [
             min(wanted, self._room(len(row)) - 1) if runs else 0
             for row, runs in zip(self.tokens, self.runs, strict=True)
@@ -252,15 +249,18 @@ class _Speculated:
             return [0] * self.batch
         return [min(n, size if any(self.going) else CATCH_UP) for n in self._behind()]
 
-    def _accept(self, logits: torch.Tensor, drafts: list[list[int]], counts: list[int]) -> list[int]:
-        """logits [B, S, vocabulary]: take the tokens they choose, as long as guesses were right. How many, by row."""
-        picks = self._pick_all(logits, counts) if self.simple else None
+    def _accept(self, logits: torch.Tensor, rows: list[int], drafts: list[list[int]], counts: list[int]) -> list[int]:
+        """Take the tokens that logits [R, S, vocabulary] choose, as long as guesses were right: how many, by row.
+
+        drafts are of all rows, counts[i] are the columns of row rows[i].
+        """
+        picks = self._pick_all(logits, rows, counts) if self.simple else None
         stand = []
-        for r, (draft, taken) in enumerate(zip(drafts, counts, strict=True)):
-            first = logits.shape[1] - taken
+        for i, (r, taken) in enumerate(zip(rows, counts, strict=True)):
+            first, draft = logits.shape[1] - taken, drafts[r]
             going, n = self.going[r], 0
             while n < taken:
-                token = picks[r][first + n] if picks is not None else self._choose(r, logits[r, first + n])
+                token = picks[i][first + n] if picks is not None else self._choose(r, logits[i, first + n])
                 token = token if going else self.pad
                 self._take(r, token)
                 n += 1
@@ -321,32 +321,28 @@ class _Speculated:
         limits = [c.max_length - length for c in self.call.criteria if hasattr(c, "max_length")]
         return max(1, min(limits, default=sys.maxsize))
 
-    def _pick_all(self, logits: torch.Tensor, counts: list[int]) -> list[list[int]]:
-        """Of logits [B, S, vocabulary], by scores alone; in what fills rows up, anything."""
+    def _pick_all(self, logits: torch.Tensor, rows: list[int], counts: list[int]) -> list[list[int]]:
+        """Of logits [R, S, vocabulary], by scores alone; in what fills rows up, anything."""
         size = logits.shape[1]
-        lowest = min(self._places())
         indices = [
-            max(lowest, len(row) + column - size + taken) if taken else lowest
-            for row, taken in zip(self.tokens, counts, strict=True)
+            len(self.tokens[r]) + max(0, column - size + taken)
+            for r, taken in zip(rows, counts, strict=True)
             for column in range(size)
         ]
-        rows = [r for r in range(self.batch) for _ in range(size)]
-        return self._pick_at(logits.flatten(0, 1), rows, indices).view(-1, size).tolist()
+        by_row = [r for r in rows for _ in range(size)]
+        return self._pick(logits.flatten(0, 1), by_row, indices).view(-1, size).tolist()
 
-    def _pick(self, logits: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-        """A draft's tokens [B] of its logits [B, vocabulary], for places `indices` of the rows."""
-        lowest = min(self._places())
-        return self._pick_at(logits, range(self.batch), [max(lowest, index) for index in indices])
-
-    def _pick_at(self, logits: torch.Tensor, rows: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
-        """Tokens [N] of logits [N, vocabulary], each of a row and an index in it."""
+    def _pick(self, logits: torch.Tensor, rows: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
+        """Tokens [N] of logits [N, vocabulary], each of a row and for an index in it."""
         scores = logits
         for processor in self.call.processors:
             if type(processor).__name__ in SCORES_ONLY:
                 scores = processor(None, scores.float())
         if self.noise is None:
             return scores.argmax(-1)
-        noise = torch.stack([self.noise.at(i - self.prompt)[r] for r, i in zip(rows, indices, strict=True)])
+        lowest = min(self._places())  # rows that are done pick nothing that counts
+        places = [max(lowest, index) - self.prompt for index in indices]
+        noise = torch.stack([self.noise.at(place)[r] for r, place in zip(rows, places, strict=True)])
         return (scores.float().softmax(-1) / noise[:, : scores.shape[1]]).argmax(-1)
 
     def _stream(self) -> None:
@@ -361,21 +357,22 @@ class _Speculated:
         self.streamed = max(self.streamed, shown)
 
     def _note(
-        self, pace: Pace, drafts: list[list[int]], stand: list[int], size: int, guessing: float, checking: float
+        self, drafts: list[list[int]], emitted: dict[int, int], rows: int, size: int, guessing: float, checking: float
     ) -> None:
-        counters, emitted = self.counters, 0
-        for draft, n, runs in zip(drafts, stand, self.runs, strict=True):
-            if not runs:
-                continue
-            emitted += n
-            counters["speculative: rows in steps"] += 1
-            if draft:
+        """Count, and learn for the next step. emitted: new tokens of the rows that go on; times in seconds."""
+        counters, pace, any_drafts = self.counters, self.call.speculation.pace, any(drafts)
+        for r, n in emitted.items():
+            if draft := drafts[r]:
                 right = min(len(draft), n - 1)
-                pace.learn(min(len(draft), n), right)
+                for learner in (pace.acceptance, self.rates[r]):
+                    learner.learn(min(len(draft), n), right)
                 counters["speculative: drafted tokens"] += len(draft)
                 counters["speculative: accepted tokens"] += right
+            elif any_drafts:
+                self.rates[r].learn(1, 0)  # it went along and had nothing of it
+        counters["speculative: rows in steps"] += len(emitted)
         counters["speculative: steps"] += 1
-        counters["speculative: tokens"] += emitted
-        counters["speculative: steps without drafts"] += not any(drafts)
-        if any(self.runs):
-            pace.spend(size, max(map(len, drafts)), 1e3 * guessing, 1e3 * checking, emitted / sum(self.runs))
+        counters["speculative: tokens"] += sum(emitted.values())
+        counters["speculative: steps without drafts"] += not any_drafts
+        tokens = sum(emitted.values()) / len(emitted)
+        pace.spend(rows, size, max(map(len, drafts)), 1e3 * guessing, 1e3 * checking, tokens)
