@@ -26,7 +26,8 @@ def support_table() -> str:
     for name in families.known():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(tiny_config(name))
-        steps = plan(model, OptimizeConfig.lossless()).steps
+        asked_for = [passes.load(pass_name)() for pass_name in passes.ASKED_FOR]
+        steps = plan(model, OptimizeConfig((*OptimizeConfig.lossless().passes, *asked_for), allow_skips=True)).steps
         cells = []
         for step in steps.values():
             reasons = sorted({skip.why for skip in step.skips})

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..cache.paged import paged_cache
 from ..families.base import Family
 from .drafts import Draft, ModelDraft, NGram, SelfDraft
 from .lines import Watched, read_model
@@ -37,6 +36,8 @@ class ModelSource:
 
     def begin(self, call: Any, input_ids: torch.Tensor, starts: list[int] | None) -> Begin:
         """Raises Watched where the draft cannot be read."""
+        from ..cache.paged import paged_cache
+
         try:
             line = read_model(self.model, self.family)
         except Watched as reason:
@@ -47,7 +48,8 @@ class ModelSource:
         page_size = call.speculation.page_size
 
         def start(loop: Any) -> Draft:
-            return ModelDraft(stepper, paged_cache(self.model, page_size), input_ids, starts)
+            graphs = call.lease(self.model)
+            return ModelDraft(stepper, paged_cache(self.model, page_size), input_ids, starts, graphs)
 
         return start
 
@@ -77,6 +79,8 @@ class MTPSource:
 
         def start(loop: Any) -> Draft:
             first, states = call.kept_hidden.pop()
-            return MTPDraft(self.mtp, call.stepper, loop.cache, loop.ragged.shifts, starts, first, states)
+            graphs = loop.ragged.graphs.get(False)
+            leased = None if graphs is None else graphs.graphs
+            return MTPDraft(self.mtp, call.stepper, loop.cache, loop.ragged.shifts, starts, first, states, leased)
 
         return start

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
+from .graphs import StepGraphs
 from .lines import Mixture
 from .prefill import entry_sizes, prefill
 from .ragged import RaggedRows
-from .step import Stepper, head_step
+from .ragged_graphs import RaggedGraphs
+from .step import Stepper
 
 LONGEST, SHORTEST = 5, 2
 """Tokens of the n-grams that a row is searched for, the longest first. One token alone repeats by chance too often."""
@@ -112,8 +114,12 @@ def catch_up(todo: list[int]) -> list[list[int]]:
 class ModelDraft:
     """Another model on a cache of its own. It reads what the rows have become since it was asked last, then guesses."""
 
-    def __init__(self, stepper: Stepper, cache: Any, input_ids: torch.Tensor, starts: list[int] | None) -> None:
-        """cache: a new paged cache of the draft's. input_ids [B, T]: the prompt, starts its padding."""
+    def __init__(
+        self, stepper: Stepper, cache: Any, input_ids: torch.Tensor, starts: list[int] | None,
+        graphs: StepGraphs | None = None,
+    ) -> None:  # fmt: skip
+        """cache: a new paged cache of the draft's. input_ids [B, T]: the prompt, starts its padding. graphs: the
+        draft's, with a lease on them."""
         self.stepper, device = stepper, stepper.model.device
         batch = len(input_ids)
         first = torch.tensor(starts or [0] * batch, device=device)
@@ -125,6 +131,9 @@ class ModelDraft:
             sizes = [entry_sizes(layer.attention) for layer in stepper.model.layers]
             cache.open(batch, sizes, stepper.model.dtype, device, 1)
         self._ragged = RaggedRows(stepper, cache, first, starts)
+        if graphs is not None:
+            graphs._follow(stepper, cache)
+            self._ragged.graphs[False] = RaggedGraphs(graphs, "draft", stepper, cache)
         self._guessed: list[list[int]] = [[] for _ in range(batch)]
         """Tokens behind each row's length whose entries are written too."""
 
@@ -136,17 +145,17 @@ class ModelDraft:
             some = [(r, n) for r, n in zip(rows, run, strict=True) if n]
             which, new = [r for r, _ in some], [n for _, n in some]
             read = [texts[r][ragged.lengths[r] : ragged.lengths[r] + n] for r, n in some]
-            hidden = ragged.run(right_aligned(read, model.device), new, which)
+            _, logits = ragged.run(right_aligned(read, model.device), new, which)
             ragged.grow(which, new)
         known, ones = list(ragged.lengths), [1] * len(rows)
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
-            hidden = ragged.run(tokens[:, None], ones, rows)
+            _, logits = ragged.run(tokens[:, None], ones, rows)
             ragged.grow(rows, ones)
-            return head_step(model, hidden[:, -1])
+            return logits[:, -1]
 
         try:
-            found = chain(head_step(model, hidden[:, -1].contiguous()), texts, counts, pick, step)
+            found = chain(logits[:, -1], texts, counts, pick, step)
         finally:
             ragged.lengths = known
         self._guessed = [tokens[:-1] for tokens in found]
@@ -179,20 +188,22 @@ class SelfDraft:
                 layer = layer._replace(mlp=layer.mlp._replace(rule=replace(rule, top_k=max(1, rule.top_k // 2))))
             layers.append(layer)
         model = stepper.model._replace(layers=tuple(layers))
-        self._cheap = Stepper(model, stepper.family, stepper.attention)
+        ragged.cheap = Stepper(model, stepper.family, stepper.attention), SELF_WINDOW
+        if False in ragged.graphs:
+            ragged.graphs[True] = RaggedGraphs(ragged.graphs[False].graphs, "self", ragged.cheap[0], ragged.cache)
 
     def propose(self, texts: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
-        ragged, model = self._ragged, self._cheap.model
+        ragged = self._ragged
         rows = [r for r, count in enumerate(counts) if count]
         known, ones = list(ragged.lengths), [1] * len(rows)
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
-            hidden = ragged.run(tokens[:, None], ones, rows, self._cheap, SELF_WINDOW)
+            _, logits = ragged.run(tokens[:, None], ones, rows, cheap=True)
             ragged.grow(rows, ones)
-            return head_step(model, hidden[:, -1])
+            return logits[:, -1]
 
         try:
-            pending = torch.tensor([texts[r][-1] for r in rows], device=model.device)
+            pending = torch.tensor([texts[r][-1] for r in rows], device=ragged.stepper.model.device)
             return chain(step(pending), texts, counts, pick, step)
         finally:
             ragged.lengths = known

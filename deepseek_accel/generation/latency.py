@@ -44,6 +44,10 @@ class Costs:
         else:
             self._seen[size].append(ms)
 
+    @property
+    def num_sizes(self) -> int:
+        return sum(bool(ms) for ms in self._seen.values())
+
     def of(self, size: int) -> float | None:
         known = {n: float(self._typical(ms)) for n, ms in self._seen.items() if ms}
         if not known or size in known:
@@ -102,13 +106,21 @@ class Pace:
         if (plain := verify.of(1)) is not None:
             self._ms, self._plain_ms = self._ms + guessing_ms + checking_ms, self._plain_ms + tokens * plain
 
+    def _costs_of(self, rows: int) -> tuple[Costs, Costs] | None:
+        """Those of the nearest number of rows that more than one size was measured with, else of this one."""
+        known = [n for n, (verify, _) in self.costs.items() if verify.num_sizes > 1 and verify.of(1) is not None]
+        if known:
+            return self.costs[min(known, key=lambda n: abs(n - rows))]
+        own = self.costs.get(rows)
+        return None if own is None or own[0].of(1) is None else own
+
     def measured_speedup(self) -> float | None:
         """Over all steps: the time that plain steps would have taken for the same tokens, through that spent."""
         return self._plain_ms / self._ms if self._ms else None
 
     def speedup(self, drafts: int, rates: Sequence[float]) -> float:
         """How many times faster than without drafts, by the estimates, for rows of these rates. 1 if none are known."""
-        costs = self.costs.get(len(rates))
+        costs = self._costs_of(len(rates))
         if not drafts or costs is None:
             return 1.0
         plain, verify = costs[0].of(1), costs[0].of(1 + drafts)
@@ -118,6 +130,11 @@ class Pace:
 
     def choose(self, rates: Sequence[float], most: int = MOST_DRAFTS) -> int:
         """How many tokens to draft now for each of some rows."""
+        costs = self._costs_of(len(rates))
+        if costs is None:
+            return 0
+        if costs[0].num_sizes < 2:  # try a little before believing much
+            return min(2, most)
         best = max(range(most + 1), key=lambda drafts: self.speedup(drafts, rates))
         if best and self.speedup(best, rates) >= (MARGIN if len(rates) == 1 else ROWS_MARGIN):
             self._idle, self._probe = 0, FIRST_PROBE

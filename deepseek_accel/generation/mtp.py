@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..cache.paged import one_layer_cache
 from ..errors import PlanError
 from ..ops.rms_norm import rms_norm
 from .drafts import Pick, catch_up, chain, right_aligned
+from .graphs import StepGraphs
 from .lines import LatentAttention, Layer, Mixture, Model, Norm
 from .prefill import entry_sizes
 from .ragged import RaggedRows
-from .step import Stepper, head_step
+from .ragged_graphs import RaggedGraphs
+from .step import Stepper
 
 CONTEXT = 2048
 """Tokens of a prompt that the layer reads, its last ones."""
@@ -171,9 +172,12 @@ class MTPDraft:
 
     def __init__(
         self, mtp: MTP, target: Stepper, cache: Any, shifts: torch.Tensor, starts: list[int] | None,
-        first: int, states: torch.Tensor,
+        first: int, states: torch.Tensor, graphs: StepGraphs | None = None,
     ) -> None:  # fmt: skip
-        """cache: the target's. states [B, S, D]: of the prompt's tokens from index `first` on, after the last layer."""
+        """cache and graphs: the target's. states [B, S, D]: of the prompt's tokens from index `first`
+        on, after the last layer."""
+        from ..cache.paged import one_layer_cache
+
         self._first = first + max(0, states.shape[1] - CONTEXT)
         states = states[:, -CONTEXT:]
         self._mtp, self._target = mtp, target.model
@@ -184,6 +188,8 @@ class MTPDraft:
         if starts is not None:
             starts = [max(0, start - self._first) for start in starts]
         self._ragged = RaggedRows(self._stepper, own, shifts - self._first, starts)
+        if graphs is not None:
+            self._ragged.graphs[False] = RaggedGraphs(graphs, f"mtp {mtp.mix.data_ptr()}", self._stepper, own)
         self._unread = list(self._normal(states))
         """[n, D] by row: normalised states of tokens whose entries are still to be made."""
         self._learned: list[tuple[torch.Tensor, list[int], list[int], list[int]]] = []
@@ -199,7 +205,7 @@ class MTPDraft:
         return F.linear(torch.cat(parts, -1), mtp.mix).view(shape)
 
     def learn(self, hidden: torch.Tensor, rows: list[int], counts: list[int], stand: list[int]) -> None:
-        self._learned.append((hidden, rows, counts, stand))
+        self._learned.append((hidden.clone(), rows, counts, stand))  # it stands until the next run only
         if len(self._learned) >= UNREAD:
             self._take_in()
 
@@ -215,27 +221,28 @@ class MTPDraft:
 
     def propose(self, texts: list[list[int]], counts: list[int], pick: Pick) -> list[list[int]]:
         self._take_in()
-        ragged, model = self._ragged, self._stepper.model
+        ragged = self._ragged
         rows = [r for r, count in enumerate(counts) if count]
         for run in catch_up([len(self._unread[r]) for r in rows]):
             some = [(r, n) for r, n in zip(rows, run, strict=True) if n]
-            out = self._read(texts, [r for r, _ in some], [n for _, n in some])
-        last = out[:, -1].contiguous()
+            out, logits = self._read(texts, [r for r, _ in some], [n for _, n in some])
+        last = out[:, -1]
         known, ones = list(ragged.lengths), [1] * len(rows)
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
             nonlocal last
-            last = ragged.run(self._mixed(tokens[:, None], last[:, None]), ones, rows)[:, -1]
+            out, logits = ragged.run(self._mixed(tokens[:, None], last[:, None]), ones, rows)
+            last = out[:, -1]
             ragged.grow(rows, ones)
-            return head_step(model, last)
+            return logits[:, -1]
 
         try:
-            return chain(head_step(model, last), texts, counts, pick, step)
+            return chain(logits[:, -1], texts, counts, pick, step)
         finally:
             ragged.lengths = known
 
-    def _read(self, texts: list[list[int]], rows: list[int], counts: list[int]) -> torch.Tensor:
-        """Make the entries of the next counts[i] states of row rows[i]. [R, S, D] after the layer."""
+    def _read(self, texts: list[list[int]], rows: list[int], counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the entries of the next counts[i] states of row rows[i]: what `RaggedRows.run` gives."""
         size, embedding = max(counts), self._target.embedding
         states, tokens = embedding.new_zeros(len(rows), size, embedding.shape[1]), []
         for i, (r, count) in enumerate(zip(rows, counts, strict=True)):

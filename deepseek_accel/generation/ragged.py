@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from ..cache.entries import Entries
 from ..ops.choice import uses_triton
+from .ragged_graphs import RaggedGraphs
 from .reach import Reach
-from .step import Place, Stepper
+from .step import Place, Stepper, head_step
 
 AHEAD = 64
 """Tokens per row for which pages are taken at once."""
@@ -32,10 +33,14 @@ class RaggedRows:
         self.stepper, self.cache = stepper, cache
         device = stepper.model.device
         self.lengths = [cache.length] * len(shifts)
-        self.shifts = shifts.to(device)
-        self._unshifted = not bool(self.shifts.any())
-        self._starts = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=device)
+        self.shifts = shifts
+        self._shift: list[int] = shifts.tolist()
+        self._starts = starts or [0] * len(shifts)
         self._reserved = cache.length
+        self.cheap: tuple[Stepper, int | None] = stepper, None
+        """What runs cheaply on the same rows, and how many keys a token of it sees."""
+        self.graphs: dict[bool, RaggedGraphs] = {}
+        """That hold the runs, cheap or not, if any do."""
         self._kernels = uses_triton(device) and stepper.model.dtype != torch.float64
 
     def reserve(self, stop: int) -> None:
@@ -50,68 +55,84 @@ class RaggedRows:
                 storage.flatten(0, 1).index_fill_(0, slots, 0)
 
     def run(
-        self,
-        given: torch.Tensor,
-        counts: list[int],
-        rows: list[int],
-        stepper: Stepper | None = None,
-        sees: int | None = None,
-    ) -> torch.Tensor:
-        """given [R, S] tokens, or [R, S, D] embedded ones, of these rows: hidden states [R, S, D] after the last layer.
+        self, given: torch.Tensor, counts: list[int], rows: list[int], *, every: bool = False, cheap: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """given [R, S] tokens, or [R, S, D] embedded ones, of these rows: hidden states [R, S, D] after the last layer,
+        and the logits [R, S or 1, vocabulary] of `every` one, or the last of each row.
 
         The last counts[i] of the columns, at least one, are new tokens of row rows[i]; what lies before them is
-        computed and ignored. Their entries are written behind the row's own. stepper: what runs instead of the rows'
-        own. sees: how many keys at most a token sees, itself included.
-        Raises CacheFullError before anything is written.
+        computed and ignored. Their entries are written behind the row's own. cheap: run `self.cheap` instead.
+        What is returned stands until the next run. Raises CacheFullError before anything is written.
         """
         size = given.shape[1]
         longest = max(self.lengths[r] + count for r, count in zip(rows, counts, strict=True))
         self.reserve(longest)
-        stepper = self.stepper if stepper is None else stepper
-        table = self.cache.pool.block_table()
+        stepper, sees = self.cheap if cheap else (self.stepper, None)
+        index, slots, ends = self._places(size, counts, rows)
         pages = self.cache.pages(longest)
+        graphs = self.graphs.get(cheap)
+        if graphs is not None:
+            positions = [[max(0, i - self._shift[r]) for i in row] for r, row in zip(rows, index, strict=True)]
+            firsts = [self._starts[r] for r in rows]
+            if sees is not None:
+                firsts = [max(first, end - sees) for first, end in zip(firsts, ends, strict=True)]
+            found = graphs.run(given, positions, slots, ends, firsts, rows, pages, every)
+            if found is not None:
+                return found
+        table = self.cache.pool.block_table()
         if len(rows) < len(self.lengths):
             table = table[torch.tensor(rows, device=table.device)]
             pages = [SomeRows(held.storage, held.format, table, longest) for held in pages]
-        place = self._place(size, counts, rows, longest, table, sees)
-        x = F.embedding(given.flatten(), stepper.model.embedding) if given.dim() == 2 else given.flatten(0, 1)
-        return stepper.layers(x, pages, place).view(len(rows), size, -1)
+        place = self._place(index, slots, ends, rows, table, sees)
+        model = stepper.model
+        x = F.embedding(given.flatten(), model.embedding) if given.dim() == 2 else given.flatten(0, 1)
+        x = stepper.layers(x, pages, place)
+        hidden = x.view(len(rows), size, -1)
+        logits = head_step(model, x if every else hidden[:, -1].contiguous())
+        return hidden, logits.view(len(rows), -1, logits.shape[-1])
 
     def grow(self, rows: list[int], counts: list[int]) -> None:
         """So many more tokens of these rows stand."""
         for r, count in zip(rows, counts, strict=True):
             self.lengths[r] += count
 
-    def _place(
-        self, size: int, counts: list[int], rows: list[int], longest: int, table: torch.Tensor, sees: int | None
-    ) -> Place:
-        device, pool = self.stepper.model.device, self.cache.pool
-        page_size, pages = pool.page_size, pool.table.rows
+    def _places(
+        self, size: int, counts: list[int], rows: list[int]
+    ) -> tuple[list[list[int]], list[list[int]], list[int]]:
+        """Cache indices and slots of each row's columns, and how many keys it has then."""
+        page_size, pages = self.cache.page_size, self.cache.pool.table.rows
         index, slots, ends = [], [], []
         for r, count in zip(rows, counts, strict=True):
             held = self.lengths[r]
-            places = [held] * (size - count) + list(range(held, held + count))  # filled up with the first new token
-            index += places
-            new = [pages[r][place // page_size] * page_size + place % page_size for place in places[size - count :]]
-            slots += [-1] * (size - count) + new
+            new = range(held, held + count)
+            index.append([held] * (size - count) + list(new))  # filled up with the first new token
+            at = [pages[r][i // page_size] * page_size + i % page_size for i in new]
+            slots.append([-1] * (size - count) + at)
             ends.append(held + count)
-        which = slice(None) if len(rows) == len(self.lengths) else torch.tensor(rows, device=device)
+        return index, slots, ends
+
+    def _place(
+        self, index: list[list[int]], slots: list[list[int]], ends: list[int], rows: list[int], table: torch.Tensor,
+        sees: int | None,
+    ) -> Place:  # fmt: skip
+        device, longest, size = self.stepper.model.device, max(ends), len(index[0])
         at, slot = torch.tensor([index, slots]).to(device)
-        at = at.view(len(rows), size)
-        positions = at if self._unshifted else (at - self.shifts[which, None]).clamp_min(0)
+        positions = at
+        if any(self._shift):
+            positions = (at - torch.tensor([self._shift[r] for r in rows], device=device)[:, None]).clamp_min(0)
         rotation = self.stepper.rotation(self.stepper.model.embedding[:1, None], positions)
-        starts, lengths = self._starts, torch.tensor(ends, dtype=torch.int32).to(device)
-        starts = None if starts is None else starts[which]
+        firsts = [self._starts[r] for r in rows]
         if sees is not None:
-            window = (lengths - sees).clamp_min(0)
-            starts = window if starts is None else torch.maximum(starts, window)
+            firsts = [max(first, end - sees) for first, end in zip(firsts, ends, strict=True)]
+        starts = torch.tensor(firsts, dtype=torch.int32).to(device) if any(firsts) else None
+        lengths, shape = torch.tensor(ends, dtype=torch.int32).to(device), (len(rows), size)
         if self._kernels or (size == 1 and starts is None and len(set(ends)) == 1):
-            return Place((len(rows), size), rotation, slot, Reach(table, lengths, longest, size > 1, starts))
+            return Place(shape, rotation, slot.view(-1), Reach(table, lengths, longest, size > 1, starts))
         key = torch.arange(longest, device=device)
         mask = (key <= at[..., None])[:, None]
         if starts is not None:
             mask = mask & (key >= starts[:, None, None, None])
-        return Place((len(rows), size), rotation, slot, Reach(table, lengths, longest, False, starts, mask))
+        return Place(shape, rotation, slot.view(-1), Reach(table, lengths, longest, False, starts, mask))
 
 
 class SomeRows(NamedTuple):

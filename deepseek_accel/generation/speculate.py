@@ -18,13 +18,15 @@ import torch
 
 from ..errors import CacheFullError
 from ..watch import count
-from .decode import Loop, _Sampling
+from .decode import Loop, _Sampling, why_no_graph
 from .drafts import CATCH_UP, Draft, right_aligned
+from .graphs import StepGraphs
 from .latency import MOST_DRAFTS, Acceptance, Pace
 from .lines import Watched
 from .noise import Noise
 from .ragged import RaggedRows
-from .step import Stepper, head_step
+from .ragged_graphs import RaggedGraphs
+from .step import Stepper
 
 ROW_WISE = (
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
@@ -55,7 +57,9 @@ class Speculation:
 
     def sampling(self, model: Any, stepper: Stepper, loop: Loop, *rest: Any) -> _Sampling:
         """What runs one call."""
-        return _Speculating(model, stepper, loop, *rest, speculation=self)
+        call = _Speculating(model, stepper, loop, *rest)
+        call.speculation = self
+        return call
 
     def facts(self) -> dict[str, Any]:
         """For the report."""
@@ -96,7 +100,8 @@ class _Speculating(_Sampling):
             return super()._run_prefill(input_ids, cache, starts, positions, with_graphs)
         from .prefill import prefill
 
-        first, kept = cache.get_seq_length(), []
+        first = cache.get_seq_length()
+        kept: list[torch.Tensor] = []
         logits = prefill(self.stepper, input_ids, cache, starts, positions, keep=kept)
         self.kept_hidden.append((first, kept[0]))
         return logits
@@ -116,7 +121,23 @@ class _Speculating(_Sampling):
             count(self.speculation.counters, f"speculative: plain loop ({reason})")
             return super()._decode(input_ids, logits, positions, cache, starts)
         count(self.speculation.counters, "speculative: loops")
-        return _Speculated(self, input_ids, positions, cache, starts, begin).run(logits)
+        self.leases: list[StepGraphs] = []
+        try:
+            graphs = self.lease(self.model)
+            if graphs is not None:
+                graphs._follow(self.stepper, cache)
+            return _Speculated(self, input_ids, positions, cache, starts, begin, graphs).run(logits)
+        finally:
+            for leased in self.leases:
+                leased.release(self.stepper.model.device)
+
+    def lease(self, model: Any) -> StepGraphs | None:
+        """The graphs of this or of a draft model for this call, if there are any and nobody else uses them."""
+        graphs: StepGraphs | None = vars(model).get("_accel_graphs")
+        if graphs is None or why_no_graph(graphs, 1, self.stepper.model.device) is not None:
+            return None
+        self.leases.append(graphs)
+        return graphs
 
     def _why_plain(self, input_ids: torch.Tensor, cache: Any) -> str | None:
         """Why this call cannot speculate, or None."""
@@ -153,7 +174,7 @@ class _Speculated:
 
     def __init__(
         self, call: _Speculating, input_ids: torch.Tensor, positions: torch.Tensor, cache: Any,
-        starts: list[int] | None, begin: Any,
+        starts: list[int] | None, begin: Any, graphs: StepGraphs | None,
     ) -> None:  # fmt: skip
         self.call, self.cache, self.input_ids = call, cache, input_ids
         self.counters = call.speculation.counters
@@ -162,6 +183,8 @@ class _Speculated:
         self.tokens: list[list[int]] = input_ids.tolist()
         self.going = [True] * self.batch
         self.ragged = RaggedRows(call.stepper, cache, cache.length - positions, starts)
+        if graphs is not None:
+            self.ragged.graphs[False] = RaggedGraphs(graphs, "verify", call.stepper, cache)
         self._begin_draft = begin
         self._draft: Draft | None = None
         self.runs = [True] * self.batch
@@ -206,8 +229,7 @@ class _Speculated:
         rows = [r for r in range(self.batch) if self.runs[r] or pads[r]]
         new = [self.tokens[r][-1:] + (drafts[r] if self.runs[r] else [self.pad] * (pads[r] - 1)) for r in rows]
         counts = [len(tokens) for tokens in new]
-        hidden = self.ragged.run(right_aligned(new, self.device), counts, rows)
-        logits = head_step(self.call.stepper.model, hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        hidden, logits = self.ragged.run(right_aligned(new, self.device), counts, rows, every=True)
         stand = self._accept(logits, rows, drafts, counts)
         self.ragged.grow(rows, stand)
         if self._draft is not None:
