@@ -241,7 +241,7 @@ def test_as_many_drafts_as_pay():
 
 def test_the_slowest_row_counts():
     assert tokens_per_step(2, [0.5]) == 1.75
-    assert tokens_per_step(2, [1.0, 0.0]) == 0.5 * 1 + 0.5 * 2
+    assert tokens_per_step(2, [1.0, 0.0]) == 0.75 * 1 + 0.25 * 2
 
 
 def test_the_estimate_follows_the_text():

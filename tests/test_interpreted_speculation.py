@@ -40,8 +40,8 @@ options = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token
 expected = model.generate(ids, **options)
 options["eos_token_id"] = expected[0, 10].item()  # a row is done before the others
 expected = model.generate(ids, **options)
-draft = "self" if family.startswith("deepseek") else "ngram"
 passes = {"attention": {}, "experts": {}, "layers": {}, "kv_cache": {"page_size": 16}, "allow_skips": True}
+draft = "self" if family != "llama" else optimize(tiny_model(family, num_hidden_layers=1, seed=1), passes)
 optimize(model, passes | {"speculative": {"draft": draft, "num_draft_tokens": 2}})
 if recorded:
     class Launches(StepGraphs):  # what a graph would replay is launched

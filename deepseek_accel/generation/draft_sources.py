@@ -10,7 +10,7 @@ import torch
 from ..families.base import Family
 from .drafts import Draft, ModelDraft, NGram, SelfDraft
 from .lines import Watched, read_model
-from .mtp import MTP, MTPDraft
+from .mtp import CONTEXT, MTP, MTPDraft
 from .step import Stepper
 
 Begin = Callable[[Any], Draft]
@@ -20,7 +20,7 @@ Begin = Callable[[Any], Draft]
 class NGramSource:
     """The rows' own text."""
 
-    wants_hidden = False
+    num_states = 0
 
     def begin(self, call: Any, input_ids: torch.Tensor, starts: list[int] | None) -> Begin:
         return lambda loop: NGram(starts or [0] * len(input_ids))
@@ -29,7 +29,7 @@ class NGramSource:
 class ModelSource:
     """Another optimized model."""
 
-    wants_hidden = False
+    num_states = 0
 
     def __init__(self, model: Any, family: Family) -> None:
         self.model, self.family = model, family
@@ -57,7 +57,7 @@ class ModelSource:
 class SelfSource:
     """The target with half of its experts."""
 
-    wants_hidden = False
+    num_states = 0
 
     def begin(self, call: Any, input_ids: torch.Tensor, starts: list[int] | None) -> Begin:
         return lambda loop: SelfDraft(loop.ragged)
@@ -66,7 +66,8 @@ class SelfSource:
 class MTPSource:
     """The target's own layer for more tokens."""
 
-    wants_hidden = True
+    num_states = CONTEXT
+    """Of the prompt's tokens, that it wants to know."""
 
     def __init__(self, mtp: MTP) -> None:
         self.mtp = mtp

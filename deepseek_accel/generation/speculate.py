@@ -96,14 +96,14 @@ class _Speculating(_Sampling):
         self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None,
         with_graphs: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        if not self.speculation.source.wants_hidden:
+        if not self.speculation.source.num_states:
             return super()._run_prefill(input_ids, cache, starts, positions, with_graphs)
         from .prefill import prefill
 
-        first = cache.get_seq_length()
-        kept: list[torch.Tensor] = []
-        logits = prefill(self.stepper, input_ids, cache, starts, positions, keep=kept)
-        self.kept_hidden.append((first, kept[0]))
+        states: list[torch.Tensor] = []
+        wanted = self.speculation.source.num_states
+        logits = prefill(self.stepper, input_ids, cache, starts, positions, states=states, num_states=wanted)
+        self.kept_hidden.append((cache.length - states[0].shape[1], states[0]))
         return logits
 
     def _decode(
@@ -145,7 +145,7 @@ class _Speculating(_Sampling):
 
         if cache.length != input_ids.shape[1]:
             return "the cache holds more or less than the prompt's tokens"
-        if self.speculation.source.wants_hidden and not self.kept_hidden:
+        if self.speculation.source.num_states and not self.kept_hidden:
             return "hidden states of the prompt are not at hand"
         if len(input_ids) == 1:
             return None
@@ -188,7 +188,10 @@ class _Speculated:
         self._begin_draft = begin
         self._draft: Draft | None = None
         self.runs = [True] * self.batch
-        self.rates = [Acceptance(call.speculation.pace.acceptance.rate) for _ in range(self.batch)]
+        self.right: dict[int, int] = {}
+        pace = call.speculation.pace
+        prior = pace.acceptance if self.batch == 1 else pace.of_rows
+        self.rates = [Acceptance(prior.rate) for _ in range(self.batch)]
         self.simple, self.samples = call.is_simple, call._samples()
         self.eos, self.pad = set(call._eos()), int(call._pad())
         self.fixed = call.speculation.num_draft_tokens
@@ -197,7 +200,7 @@ class _Speculated:
         # whether somebody will see what plain decoding computes for rows that are done: their scores, and the cache
         self.follows = bool(call.config.return_dict_in_generate or not cache.may_reuse or call.reuse is not None)
         self.ids = input_ids if self.simple else input_ids.clone()
-        if call.speculation.source.wants_hidden:  # it must not miss any
+        if call.speculation.source.num_states:  # it must not miss any
             self._draft = begin(self)
 
     def run(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -277,11 +280,15 @@ class _Speculated:
         drafts are of all rows, counts[i] are the columns of row rows[i].
         """
         picks = self._pick_all(logits, rows, counts) if self.simple else None
+        self.right = {} if picks is None else self._right(picks, rows, drafts, counts)
+        # a try to learn from should not leave several rows at different lengths, whose steps cost more
+        level = self.right and self.batch > 1 and self.fixed == "auto" and self.call.speculation.pace.tries
+        most = 1 + min(self.right.values()) if level else sys.maxsize
         stand = []
         for i, (r, taken) in enumerate(zip(rows, counts, strict=True)):
             first, draft = logits.shape[1] - taken, drafts[r]
             going, n = self.going[r], 0
-            while n < taken:
+            while n < taken and (n < most or not going):
                 token = picks[i][first + n] if picks is not None else self._choose(r, logits[i, first + n])
                 token = token if going else self.pad
                 self._take(r, token)
@@ -295,6 +302,17 @@ class _Speculated:
         if self.noise is not None:
             self.noise.forget(min(self._places()) - self.prompt)
         return stand
+
+    def _right(
+        self, picks: list[list[int]], rows: list[int], drafts: list[list[int]], counts: list[int]
+    ) -> dict[int, int]:
+        """How many guesses of each row that goes on were right."""
+        right = {}
+        for pick, r, taken in zip(picks, rows, counts, strict=True):
+            if self.going[r]:
+                pairs = zip(pick[len(pick) - taken :], drafts[r], strict=False)
+                right[r] = next((i for i, (a, b) in enumerate(pairs) if a != b), len(drafts[r]))
+        return right
 
     def _take(self, r: int, token: int) -> None:
         self.tokens[r].append(token)
@@ -385,13 +403,18 @@ class _Speculated:
         counters, pace, any_drafts = self.counters, self.call.speculation.pace, any(drafts)
         for r, n in emitted.items():
             if draft := drafts[r]:
-                right = min(len(draft), n - 1)
-                for learner in (pace.acceptance, self.rates[r]):
-                    learner.learn(min(len(draft), n), right)
+                stood = min(len(draft), n - 1)
+                right = self.right.get(r, stood)
+                pace.acceptance.learn(len(draft), right)
+                learned = len(draft), right
                 counters["speculative: drafted tokens"] += len(draft)
-                counters["speculative: accepted tokens"] += right
-            elif any_drafts:
-                self.rates[r].learn(1, 0)  # it went along and had nothing of it
+                counters["speculative: accepted tokens"] += stood
+            else:
+                learned = 1, 0
+            if any_drafts:
+                self.rates[r].learn(*learned)
+                if self.batch > 1:
+                    pace.of_rows.learn(*learned)
         counters["speculative: rows in steps"] += len(emitted)
         counters["speculative: steps"] += 1
         counters["speculative: tokens"] += sum(emitted.values())

@@ -127,7 +127,10 @@ def test_sampling_repeats_and_two_models_share_nothing():
 
 
 def test_a_longer_context_than_the_table_holds():
-    stock, ours = tiny_model("llama", max_position_embeddings=64).cuda(), tiny_model("llama", max_position_embeddings=64)
+    stock, ours = (
+        tiny_model("llama", max_position_embeddings=64).cuda(),
+        tiny_model("llama", max_position_embeddings=64),
+    )
     optimize(ours.cuda(), passes(True, "ngram", 3))
     for length in (20, 20, 200, 200, 20):
         inputs = batch(length, seed=length)
