@@ -51,6 +51,8 @@ class Speculation:
     page_size: int
     """Of a draft's own cache."""
     pace: Pace = field(default_factory=Pace)
+    loop_type: Any = None
+    """What runs a call in place of `Speculated`, for measuring."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"pace": Pace()}  # a copy may run elsewhere
@@ -126,7 +128,8 @@ class _Speculating(_Sampling):
             graphs = self.lease(self.model)
             if graphs is not None:
                 graphs._follow(self.stepper, cache)
-            return _Speculated(self, input_ids, positions, cache, starts, begin, graphs).run(logits)
+            loop_type = self.speculation.loop_type or Speculated
+            return loop_type(self, input_ids, positions, cache, starts, begin, graphs).run(logits)
         finally:
             for leased in self.leases:
                 leased.release(self.stepper.model.device)
@@ -169,7 +172,7 @@ def _is_stock(processor: Any) -> bool:
     return type(processor).__module__.startswith("transformers.generation")
 
 
-class _Speculated:
+class Speculated:
     """The loop itself. T: tokens of the prompt."""
 
     def __init__(
