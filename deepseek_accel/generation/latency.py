@@ -38,19 +38,21 @@ class Costs:
         least of the last few, since what disturbs a measurement adds to it, rather than their median."""
         self._growth, self._typical = growth, min if lowest else median
         self._seen: dict[int, deque[float]] = {}
+        self._known: dict[int, float] = {}
 
     def add(self, size: int, ms: float) -> None:
         if size not in self._seen:
             self._seen[size] = deque(maxlen=KEPT)
         else:
             self._seen[size].append(ms)
+            self._known[size] = float(self._typical(self._seen[size]))
 
     @property
     def num_sizes(self) -> int:
-        return sum(bool(ms) for ms in self._seen.values())
+        return len(self._known)
 
     def of(self, size: int) -> float | None:
-        known = {n: float(self._typical(ms)) for n, ms in self._seen.items() if ms}
+        known = self._known
         if not known or size in known:
             return known.get(size)
         below, above = [n for n in known if n < size], [n for n in known if n > size]
@@ -84,7 +86,7 @@ class Acceptance:
 
 def tokens_per_step(drafts: int, rates: Sequence[float]) -> float:
     """What counts of the tokens that a step gives a row, with each row's rate of right guesses."""
-    by_row = [sum(rate**i for i in range(drafts + 1)) for rate in rates]
+    by_row = [drafts + 1.0 if rate == 1 else (1 - rate ** (drafts + 1)) / (1 - rate) for rate in rates]
     return SLOWEST_SHARE * min(by_row) + (1 - SLOWEST_SHARE) * sum(by_row) / len(by_row)
 
 
@@ -141,8 +143,9 @@ class Pace:
             return 0
         if costs[0].num_sizes < 2:  # try a little before believing much
             return min(2, most)
-        best = max(range(most + 1), key=lambda drafts: self.speedup(drafts, rates))
-        if best and self.speedup(best, rates) >= (MARGIN if len(rates) == 1 else ROWS_MARGIN):
+        speedups = [self.speedup(drafts, rates) for drafts in range(most + 1)]
+        best = speedups.index(max(speedups))
+        if best and speedups[best] >= (MARGIN if len(rates) == 1 else ROWS_MARGIN):
             self._idle, self._probe, self.tries = 0, FIRST_PROBE, False
             return best
         self._idle += 1
