@@ -19,9 +19,9 @@ PRIOR, PRIOR_WEIGHT = 0.6, 8.0
 """What is believed of the acceptance before anything is known, and what weight in guesses that has."""
 MEMORY = 64.0
 """Guesses that an estimate of the acceptance remembers."""
-FIRST_PROBE, LAST_PROBE = 32, 256
+FIRST_PROBE, LAST_PROBE = 64, 512
 """After so many steps without a guess it is tried again whether guessing pays; twice as many after each vain try."""
-MARGIN, ROWS_MARGIN = 1.05, 1.08
+MARGIN, ROWS_MARGIN = 1.05, 1.12
 """Guessing must promise to be so much faster than not: with one row, and with several, whose steps cost more once the
 rows differ in length (6 % on the CPU, bundled model, 8 rows)."""
 SLOWEST_SHARE = 0.75
