@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import PlanError
+from ..errors import CacheFullError, PlanError
 from ..ops.key_mass import KeyScores, key_mass
 from .eviction import DECAY, Policy
 from .kept import OBSERVED, Kept
@@ -222,9 +222,10 @@ class EvictingLayer(PagedLayer):
     def _shorten(self, length: int) -> None:
         self.length = length
 
-    def reset(self) -> None:
-        super().reset()
+    def _close(self) -> None:
+        self.kept.pool = None
         self.kept.clear()
+        super()._close()
 
     def _select(self, rows: Sequence[int]) -> None:
         super()._select(rows)
@@ -259,11 +260,19 @@ class EvictingCache(PagedCache):
         return self._eviction.budgets()
 
     def reserve(self, stop: int, ahead: int = 0) -> int:
-        """Pages for the tokens before `stop` and `ahead` more, as far as budgets let them come on top of others."""
+        """Pages for the tokens before `stop`, as far as budgets let them come on top of others, and for `ahead` more if
+        they are to be had; says up to which token."""
+        try:
+            self._reserve(stop + ahead)
+            return stop + ahead
+        except CacheFullError:
+            self._reserve(stop)
+            return stop
+
+    def _reserve(self, stop: int) -> None:
         for kept, budget in zip(self.kept, self.budgets(), strict=True):
             assert kept.pool is not None
-            kept.pool.extend(0, max(kept.held, min(budget, kept.held + stop + ahead - kept.seen)))
-        return stop + ahead
+            kept.pool.extend(0, max(kept.held, min(budget, kept.held + stop - kept.seen)))
 
     def begin_padding(self, starts: torch.Tensor) -> None:
         """The first starts [B] int32 tokens of each row are padding. For a cache that holds nothing, once opened."""
@@ -276,11 +285,6 @@ class EvictingCache(PagedCache):
             self._eviction.recording = False
             self._eviction.settle()
             self._eviction.recording = True
-
-    def reset(self) -> None:
-        super().reset()
-        for kept in self._eviction.layers:
-            kept.clear()
 
     def _select(self, rows: Sequence[int]) -> None:
         super()._select(rows)

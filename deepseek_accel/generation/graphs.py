@@ -292,6 +292,8 @@ class StepGraphs:
                 del self._graphs[key]
             if known is not None:
                 self._renew_pool()
+                if self._last_use is not None:
+                    self._last_use.synchronize()  # a step that still runs posts into the old ones
             known = self._buffers[bucket] = make(num_pages, device)
         return known
 
