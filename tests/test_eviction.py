@@ -292,6 +292,24 @@ def test_recording_keeps_everything_until_the_crop(models):
     assert tokens_of(cache)[0] == [[0, 1, *range(22, 40)]]
 
 
+class Uneven(Window):
+    def divide(self, profiles, page_size, num_layers):
+        return [16, 60, 16]
+
+
+def test_a_layer_without_room_for_copies_stops_all(models):
+    """Rows that share pages need pages of their own: layer 0 would find them, layer 1 does not."""
+    model, ids = models["llama"], prompt(1, 60)
+    cache = paged_cache(model, PAGE, max_pages=6, eviction=Uneven(2, 14))
+    feed(model, cache, ids)
+    cache.settle()
+    cache.batch_repeat_interleave(2)
+    state = tokens_of(cache)
+    with pytest.raises(CacheFullError, match="need 8 pages"):
+        feed(model, cache, ids[:, :1].expand(2, 1))
+    assert tokens_of(cache) == state and [layer.length for layer in cache.layers] == [60] * 3
+
+
 def test_pages_are_reserved_as_far_as_they_go(models):
     """A graph asks for pages ahead of what it needs; where max_pages has fewer, for what it needs."""
     model, ids = models["llama"], prompt(1, 40)

@@ -179,14 +179,17 @@ class EvictingLayer(PagedLayer):
         kept = self.kept
         if self._layer == 0:
             self._eviction.settle(coming=1 if count == 1 else 0)
-        full = kept.budget is not None and kept.held >= kept.budget
-        if count == 1 and full and not self.record_past:
+        self._check_room(count)
+        if self._replaces(kept, count):
             self._slots = kept.replace()
         else:
             if count > 1:
                 kept.sort()
-            self._check_room(count)
             self._slots = kept.append(count)
+
+    def _replaces(self, kept: Kept, count: int) -> bool:
+        """Whether the next `count` tokens take the place of others in that layer."""
+        return count == 1 and kept.is_full and not self.record_past
 
     def _check_room(self, count: int) -> None:
         """Raise CacheFullError if any layer that is still to come could not take `count` tokens."""
@@ -194,7 +197,9 @@ class EvictingLayer(PagedLayer):
             return
         for other in self._eviction.layers[self._layer :]:
             if other.pool is not None and other.pool.num_rows and other.seen == self.kept.seen:
-                other.pool.check(other.held, other.held + count, False)
+                # a token in another's place may need copies of all pages that rows share
+                replaces = self._replaces(other, count)
+                other.pool.check(*((0, other.held) if replaces else (other.held, other.held + count)), False)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
         flat = self.pool.storages[self._layer].flatten(0, 1)
