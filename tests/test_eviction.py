@@ -162,6 +162,15 @@ def test_a_prompt_is_cut_evenly(models, monkeypatch):
     cache = paged_cache(model, PAGE, eviction=TopAttention(20, 2, 6))
     model.generate(prompt(1, 65), max_new_tokens=2, do_sample=False, pad_token_id=0, **{CACHE: cache})
     assert cuts == [22, 22, 21]
+    # 4 pages: the whole memory for the first piece, then what the budget leaves of it
+    cuts.clear()
+    monkeypatch.setattr(decode, "EVICTING_PIECE", 4096)
+    cache = paged_cache(model, PAGE, max_pages=4, eviction=Window(2, 18))
+    model.generate(prompt(1, 150), max_new_tokens=20, do_sample=False, pad_token_id=0, **{CACHE: cache})
+    assert cuts == [50, 34, 33, 33] and cache.tokens_held == [20] * 3
+    with pytest.raises(CacheFullError):
+        model.generate(prompt(4, 150), max_new_tokens=2, do_sample=False, pad_token_id=0, **{CACHE: paged_cache(
+            model, PAGE, max_pages=4, eviction=Window(2, 18))})  # fmt: skip
 
 
 @two_families

@@ -274,6 +274,14 @@ class EvictingCache(PagedCache):
             self._reserve(stop)
             return stop
 
+    def most_at_once(self, rows: int, most: int) -> int:
+        """How many tokens per row, up to `most`, a call may bring: what `max_pages` leaves beside what is held, but a
+        page at least."""
+        if self._pools.max_pages is None:
+            return most
+        room = self._pools.max_pages // rows * self.page_size - max(self.tokens_held)
+        return max(self.page_size, min(most, room))
+
     def _reserve(self, stop: int) -> None:
         for kept, budget in zip(self.kept, self.budgets(), strict=True):
             assert kept.pool is not None

@@ -356,10 +356,14 @@ class _Sampling:
         if self._follows(cache, input_ids):
             return self._follow(input_ids, cache, starts, positions)
         try:
-            for piece in even_slices(input_ids.shape[1], EVICTING_PIECE):
+            begin, count = 0, input_ids.shape[1]
+            while begin < count:
+                size = next(even_slices(count - begin, cache.most_at_once(len(input_ids), EVICTING_PIECE))).stop
+                piece = slice(begin, begin + size)
                 place = None if positions is None else positions[..., piece]
                 logits = prefill(self.stepper, input_ids[:, piece], cache, starts, place)
                 cache.settle()
+                begin += size
         except BaseException:
             if not past:
                 cache.reset()
