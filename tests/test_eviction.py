@@ -1,6 +1,7 @@
 """Caches that evict: what is held, what it costs, what may be taken back, and that all paths agree."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from deepseek_accel import AccelError, CacheFullError, OptimizeConfig, PlanError, optimize, plan, report
 from deepseek_accel.cache import Entropy, TopAttention, Window, paged_cache
 from deepseek_accel.cache.eviction import divide_by_reach, reach_profile
+from deepseek_accel.generation import decode
 from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.passes.attention import Attention
 from deepseek_accel.passes.kv_cache import KVCache
@@ -52,6 +54,10 @@ def tokens_of(cache):
 # Policies
 
 
+class Unscored(Window):
+    scores = "age"
+
+
 def test_policies_say_what_is_wrong():
     for make, what in (
         (lambda: Window(recent=0), "recent of Window must be an integer >= 1, got 0"),
@@ -63,6 +69,7 @@ def test_policies_say_what_is_wrong():
         (lambda: KVCache(eviction={"windows": {}}), "names one policy"),
         (lambda: KVCache(eviction={"window": {"size": 3}}), "Window has no size; it has sinks, recent"),
         (lambda: KVCache(eviction=Window(), reuse_prefix=True), "choose eviction or reuse_prefix"),
+        (lambda: KVCache(eviction=Unscored()), "scores of Unscored must be one of None, 'mass', 'entropy'; got 'age'"),
     ):
         with pytest.raises(PlanError, match=what):
             make()
@@ -83,8 +90,9 @@ def test_what_cannot_evict_says_so():
     with pytest.raises(AccelError, match="attention pass"):
         optimize(stock, [KVCache(eviction=Window())])
     sliding = tiny_model("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=0)
-    skipped = str(plan(sliding, OptimizeConfig((Attention(), KVCache(eviction=Window())), allow_skips=True)))
-    assert "forget by themselves" in skipped
+    config = OptimizeConfig((Attention(), KVCache(eviction=Window())), allow_skips=True)
+    assert "forget by themselves" in str(plan(sliding, config))
+    assert "eviction" not in report(optimize(sliding, config)).cache
 
 
 def test_division_by_reach():
@@ -127,6 +135,42 @@ def test_the_budget_bounds_the_memory(models, family, policy):
     for layer in tokens_of(cache):
         for row in layer:
             assert row[:2] == [0, 1] and row[-6:] == list(range(124, 130)) and len(set(row)) == len(row)
+
+
+@two_families
+@all_policies
+def test_generate_that_goes_on_with_its_cache(models, family, policy):
+    """The second call brings one token that the full cache does not hold. It takes another one's place, anywhere."""
+    model, ids = models[family], prompt(2, 60)
+    options = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
+
+    def go_on(ids, cache, new):
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options, **{CACHE: cache})
+
+    caches = [paged_cache(model, PAGE, eviction=policy) for _ in range(2)]
+    whole = go_on(ids, caches[0], 20)
+    parts = go_on(go_on(ids, caches[1], 5), caches[1], 15)
+    assert torch.equal(parts, whole) and tokens_of(caches[0]) == tokens_of(caches[1])
+
+
+def test_a_prompt_is_cut_evenly(models, monkeypatch):
+    """No rest of one token, which would watch alone what the budget is divided by."""
+    model, cuts = models["llama"], []
+    monkeypatch.setattr(decode, "EVICTING_PIECE", 32)
+    run = decode.prefill
+    monkeypatch.setattr(decode, "prefill", lambda *args: cuts.append(args[1].shape[1]) or run(*args))
+    cache = paged_cache(model, PAGE, eviction=TopAttention(20, 2, 6))
+    model.generate(prompt(1, 65), max_new_tokens=2, do_sample=False, pad_token_id=0, **{CACHE: cache})
+    assert cuts == [22, 22, 21]
+    # 4 pages: the whole memory for the first piece, then what the budget leaves of it
+    cuts.clear()
+    monkeypatch.setattr(decode, "EVICTING_PIECE", 4096)
+    cache = paged_cache(model, PAGE, max_pages=4, eviction=Window(2, 18))
+    model.generate(prompt(1, 150), max_new_tokens=20, do_sample=False, pad_token_id=0, **{CACHE: cache})
+    assert cuts == [50, 34, 33, 33] and cache.tokens_held == [20] * 3
+    with pytest.raises(CacheFullError):
+        model.generate(prompt(4, 150), max_new_tokens=2, do_sample=False, pad_token_id=0, **{CACHE: paged_cache(
+            model, PAGE, max_pages=4, eviction=Window(2, 18))})  # fmt: skip
 
 
 @two_families
@@ -257,6 +301,34 @@ def test_recording_keeps_everything_until_the_crop(models):
     assert tokens_of(cache)[0] == [[0, 1, *range(22, 40)]]
 
 
+class Uneven(Window):
+    def divide(self, profiles, page_size, num_layers):
+        return [16, 60, 16]
+
+
+def test_a_layer_without_room_for_copies_stops_all(models):
+    """Rows that share pages need pages of their own: layer 0 would find them, layer 1 does not."""
+    model, ids = models["llama"], prompt(1, 60)
+    cache = paged_cache(model, PAGE, max_pages=6, eviction=Uneven(2, 14))
+    feed(model, cache, ids)
+    cache.settle()
+    cache.batch_repeat_interleave(2)
+    state = tokens_of(cache)
+    with pytest.raises(CacheFullError, match="need 8 pages"):
+        feed(model, cache, ids[:, :1].expand(2, 1))
+    assert tokens_of(cache) == state and [layer.length for layer in cache.layers] == [60] * 3
+
+
+def test_pages_are_reserved_as_far_as_they_go(models):
+    """A graph asks for pages ahead of what it needs; where max_pages has fewer, for what it needs."""
+    model, ids = models["llama"], prompt(1, 40)
+    cache = paged_cache(model, PAGE, max_pages=4, eviction=Window(2, 98))
+    feed(model, cache, ids)
+    assert cache.reserve(48, 8) == 56 and cache.reserve(64, 64) == 64
+    with pytest.raises(CacheFullError):
+        cache.reserve(65, 64)
+
+
 def test_reset_and_a_failed_call(models):
     model, ids = models["llama"], prompt(2, 64)
     cache = paged_cache(model, PAGE, max_pages=6, eviction=Window(2, 18))
@@ -265,8 +337,9 @@ def test_reset_and_a_failed_call(models):
     with pytest.raises(CacheFullError):
         feed(model, cache, ids)
     assert tokens_of(cache) == state and cache.length == 40
+    storage = weakref.ref(cache.layers[0].pool.storages[0])
     cache.reset()
-    assert cache.pages_in_use == 0 and cache.length == 0
+    assert cache.pages_in_use == 0 and cache.length == 0 and storage() is None
     feed(model, cache, ids[:1, :40])
     assert cache.tokens_held == [20] * 3
 

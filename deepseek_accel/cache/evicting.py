@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import PlanError
+from ..errors import CacheFullError, PlanError
 from ..ops.key_mass import KeyScores, key_mass
 from .eviction import DECAY, Policy
 from .kept import OBSERVED, Kept
@@ -179,14 +179,17 @@ class EvictingLayer(PagedLayer):
         kept = self.kept
         if self._layer == 0:
             self._eviction.settle(coming=1 if count == 1 else 0)
-        full = kept.budget is not None and kept.held >= kept.budget
-        if count == 1 and full and not self.record_past:
+        self._check_room(count)
+        if self._replaces(kept, count):
             self._slots = kept.replace()
         else:
             if count > 1:
                 kept.sort()
-            self._check_room(count)
             self._slots = kept.append(count)
+
+    def _replaces(self, kept: Kept, count: int) -> bool:
+        """Whether the next `count` tokens take the place of others in that layer."""
+        return count == 1 and kept.is_full and not self.record_past
 
     def _check_room(self, count: int) -> None:
         """Raise CacheFullError if any layer that is still to come could not take `count` tokens."""
@@ -194,7 +197,9 @@ class EvictingLayer(PagedLayer):
             return
         for other in self._eviction.layers[self._layer :]:
             if other.pool is not None and other.pool.num_rows and other.seen == self.kept.seen:
-                other.pool.check(other.held, other.held + count, False)
+                # a token in another's place may need copies of all pages that rows share
+                replaces = self._replaces(other, count)
+                other.pool.check(*((0, other.held) if replaces else (other.held, other.held + count)), False)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> None:
         flat = self.pool.storages[self._layer].flatten(0, 1)
@@ -222,9 +227,10 @@ class EvictingLayer(PagedLayer):
     def _shorten(self, length: int) -> None:
         self.length = length
 
-    def reset(self) -> None:
-        super().reset()
+    def _close(self) -> None:
+        self.kept.pool = None
         self.kept.clear()
+        super()._close()
 
     def _select(self, rows: Sequence[int]) -> None:
         super()._select(rows)
@@ -259,11 +265,27 @@ class EvictingCache(PagedCache):
         return self._eviction.budgets()
 
     def reserve(self, stop: int, ahead: int = 0) -> int:
-        """Pages for the tokens before `stop` and `ahead` more, as far as budgets let them come on top of others."""
+        """Pages for the tokens before `stop`, as far as budgets let them come on top of others, and for `ahead` more if
+        they are to be had; says up to which token."""
+        try:
+            self._reserve(stop + ahead)
+            return stop + ahead
+        except CacheFullError:
+            self._reserve(stop)
+            return stop
+
+    def most_at_once(self, rows: int, most: int) -> int:
+        """How many tokens per row, up to `most`, a call may bring: what `max_pages` leaves beside what is held, but a
+        page at least."""
+        if self._pools.max_pages is None:
+            return most
+        room = self._pools.max_pages // rows * self.page_size - max(self.tokens_held)
+        return max(self.page_size, min(most, room))
+
+    def _reserve(self, stop: int) -> None:
         for kept, budget in zip(self.kept, self.budgets(), strict=True):
             assert kept.pool is not None
-            kept.pool.extend(0, max(kept.held, min(budget, kept.held + stop + ahead - kept.seen)))
-        return stop + ahead
+            kept.pool.extend(0, max(kept.held, min(budget, kept.held + stop - kept.seen)))
 
     def begin_padding(self, starts: torch.Tensor) -> None:
         """The first starts [B] int32 tokens of each row are padding. For a cache that holds nothing, once opened."""
@@ -276,11 +298,6 @@ class EvictingCache(PagedCache):
             self._eviction.recording = False
             self._eviction.settle()
             self._eviction.recording = True
-
-    def reset(self) -> None:
-        super().reset()
-        for kept in self._eviction.layers:
-            kept.clear()
 
     def _select(self, rows: Sequence[int]) -> None:
         super()._select(rows)

@@ -20,6 +20,10 @@ FLOOR = 8
 """A layer gets at least 1 / FLOOR of the mean budget: what few queries did not look at may be looked at yet."""
 
 
+SCORES = (None, "mass", "entropy")
+"""What `Policy.scores` may be."""
+
+
 @runtime_checkable
 class Policy(Protocol):
     """What the cache asks of a policy. Tokens are counted per sequence and layer."""
@@ -128,7 +132,12 @@ POLICIES: dict[str, type] = {"window": Window, "top_attention": TopAttention, "e
 
 def to_policy(eviction: Any) -> Policy | None:
     """None, a policy, or the one that a mapping of one name to its fields describes. Raises PlanError otherwise."""
-    if eviction is None or (isinstance(eviction, Policy) and not isinstance(eviction, type)):
+    if eviction is None:
+        return None
+    if isinstance(eviction, Policy) and not isinstance(eviction, type):
+        if eviction.scores not in SCORES:
+            kinds = ", ".join(map(repr, SCORES))
+            raise PlanError(f"scores of {type(eviction).__name__} must be one of {kinds}; got {eviction.scores!r}")
         return eviction
     if isinstance(eviction, Mapping):
         fields = next(iter(eviction.values()), None)

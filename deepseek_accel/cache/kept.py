@@ -51,6 +51,10 @@ class Kept:
     def held(self, tokens: int) -> None:
         self._held[self.layer] = tokens
 
+    @property
+    def is_full(self) -> bool:
+        return self.budget is not None and self.held >= self.budget
+
     def begin(self, pool: PagePool) -> None:
         self.pool = pool
         self._room(0)

@@ -276,7 +276,7 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
             return self.update(key_states, value_states)
         except BaseException:
-            self.length, self.is_initialized = 0, False
+            self._close()
             pool = self._pools.by_place.get(place)
             if pool is not None:
                 pool.storages.pop(self._layer, None)
@@ -382,11 +382,15 @@ class PagedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget every token and every row."""
-        self.length = 0
         if self.is_initialized:
             self._leave()
             self._pools.discard(self.pool)
-            self.is_initialized = False
+        self._close()
+
+    def _close(self) -> None:
+        """Hold nothing, and keep no memory alive."""
+        self.length, self.is_initialized = 0, False
+        self.__dict__.pop("pool", None)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._select(beam_idx.tolist())
@@ -540,7 +544,7 @@ class PagedCache(DynamicCache):
     def reset(self) -> None:
         """Forget every token and every row, so that the next call may have another batch size."""
         for layer in self.layers:
-            layer.length, layer.is_initialized = 0, False
+            layer._close()
         self._pools.by_place.clear()
         self._pools.all.clear()
 

@@ -21,7 +21,7 @@ from ..watch import count
 from .graphs import POSTS, GraphRun, NoRoom, StepGraphs
 from .join_graphs import GRAPH_TOKENS, joins
 from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, is_packed, read_model
-from .prefill import entry_sizes, prefill
+from .prefill import entry_sizes, even_slices, prefill
 from .prompt_graphs import size_class
 from .reuse import Reuse, begin_reuse
 from .sampling import MAX_EOS_TOKENS, choice_of, draw
@@ -357,18 +357,40 @@ class _Sampling:
         self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
     ) -> torch.Tensor:
         """Of a cache that evicts: after each piece the layers forget what is beyond their budgets."""
-        was_empty = cache.get_seq_length() == 0
+        past = cache.get_seq_length()
+        if self._follows(cache, input_ids):
+            return self._follow(input_ids, cache, starts, positions)
         try:
-            for begin in range(0, input_ids.shape[1], EVICTING_PIECE):
-                piece = slice(begin, begin + EVICTING_PIECE)
+            begin, count = 0, input_ids.shape[1]
+            while begin < count:
+                size = next(even_slices(count - begin, cache.most_at_once(len(input_ids), EVICTING_PIECE))).stop
+                piece = slice(begin, begin + size)
                 place = None if positions is None else positions[..., piece]
                 logits = prefill(self.stepper, input_ids[:, piece], cache, starts, place)
                 cache.settle()
+                begin += size
         except BaseException:
-            if was_empty:
+            if not past:
                 cache.reset()
             raise
         return logits
+
+    def _follows(self, cache: Any, input_ids: torch.Tensor) -> bool:
+        """Whether this is one token on top of a cache that evicts. It may take the place of any entry there, so that it
+        is not the last one, as a prompt's piece must be."""
+        return cache.policy is not None and input_ids.shape[1] == 1 and cache.get_seq_length() > 0
+
+    def _follow(
+        self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add input_ids [B, 1] as a decoding step does."""
+        past, tokens = cache.get_seq_length(), input_ids[:, 0]
+        place = torch.tensor(past, device=tokens.device) if positions is None else positions[:, 0]
+        try:
+            return self.stepper.step(tokens, place.expand(len(tokens)), cache, starts)
+        except BaseException:
+            cache.commit(past)
+            raise
 
     def _fill(
         self,
@@ -378,7 +400,7 @@ class _Sampling:
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add the tokens input_ids [B, S] to `cache`: the last ones' logits."""
-        expands = not self._joins(cache, input_ids)
+        expands = not (self._joins(cache, input_ids) or self._follows(cache, input_ids))
         self._build_prefill(input_ids, cache, starts, positions)
         logits = self._run_prefill(input_ids, cache, starts, positions)
         self._count(1, "layers: fused prefill", "attention: expanded (prefill)" if expands else self._absorbed)

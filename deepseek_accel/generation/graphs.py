@@ -288,6 +288,8 @@ class StepGraphs:
         """
         known = self._buffers.get(bucket)
         if known is None or known.block_table.shape[1] < num_pages:
+            if known is not None and self._last_use is not None:
+                self._last_use.synchronize()  # a step that still runs posts into the old ones
             for key in [key for key in self._graphs if key[0] == bucket]:
                 del self._graphs[key]
             if known is not None:

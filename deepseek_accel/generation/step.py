@@ -139,10 +139,12 @@ class Stepper:
         """Of positions [B, S], for hidden [B, S, D]."""
         return self.family.rotation(self.attention, self.model.rotary(hidden, positions))
 
-    def step(self, tokens: torch.Tensor, positions: torch.Tensor, cache: Any, starts: list[int] | None) -> torch.Tensor:
-        """tokens [B], positions [B] int64 -> logits [B, vocabulary]. starts: the first key each row sees."""
+    def step(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: Any, starts: list[int] | torch.Tensor | None
+    ) -> torch.Tensor:
+        """tokens [B], positions [B] int64 -> logits [B, vocabulary]. starts [B]: the first key each row sees."""
         appended = [held.append(len(tokens), 1) for held in cache.layers]
-        first = None if starts is None else torch.tensor(starts, dtype=torch.int32, device=tokens.device)
+        first = None if starts is None else torch.as_tensor(starts, dtype=torch.int32, device=tokens.device)
         rotation = self.rotation(self.model.embedding[:1, None], positions.unsqueeze(1))
         alone = appended[0][0].is_alone
         places = [

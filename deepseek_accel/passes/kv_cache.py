@@ -195,7 +195,10 @@ class KVCache(Pass):
         size = entry_bytes(check_dtype(self.dtype), latent, sizes, model.dtype)
         facts: dict[str, Any] = {"bytes_per_token_and_layer": size, "page_size": self.page_size}
         facts |= {} if self.dtype is None else {"dtype": self.dtype}
-        facts |= {} if self.eviction is None else {"eviction": repr(self.eviction)}
+        edit = vars(model).get("_prepare_cache_for_generation")
+        applied = isinstance(edit, partial) and edit.func is prepare_cache
+        eviction = edit.keywords["eviction"] if applied else self.eviction  # it may have been skipped
+        facts |= {} if eviction is None else {"eviction": repr(eviction)}
         prefixes = vars(model).get("_accel_prefixes")
         return facts if prefixes is None else facts | prefixes.facts()
 
