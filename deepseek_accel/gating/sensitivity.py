@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +174,25 @@ def is_placeholder(module: Any) -> bool:
     """
     weight = module.weight
     if weight.is_meta:
-        return not getattr(vars(module).get("_hf_hook"), "offload", False)
+        return not _is_offloaded(module)
     return weight.numel() > 1 and not any(weight.stride())
+
+
+def _is_offloaded(module: Any) -> bool:
+    return bool(getattr(vars(module).get("_hf_hook"), "offload", False))
+
+
+@contextmanager
+def _brought(module: Any) -> Iterator[None]:
+    """A module with its weights; those that accelerate has offloaded come for this moment."""
+    hook = vars(module)["_hf_hook"] if _is_offloaded(module) else None
+    if hook is not None:
+        hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.post_forward(module, None)
 
 
 def fingerprint(model: Any, family: Any) -> str:
@@ -182,14 +201,12 @@ def fingerprint(model: Any, family: Any) -> str:
     Samples are rounded to bf16 first: a checkpoint stored in bf16 gives the same in fp32, fp16 (but for values beyond
     its range) and bf16. Routed experts are not looked at, so that a quantised model is still the same.
     """
-    from accelerate.utils import align_module_device
-
     seen = hashlib.sha256(family.model_type.encode())
     gates = routers(model, family)
     for gate in gates:
         seen.update(repr(family.router(gate)).encode())
     for module in (model.get_input_embeddings(), *gates):
-        with align_module_device(module):  # offloaded weights come for this moment
+        with _brought(module):
             flat = module.weight.detach().reshape(-1)
             samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
         seen.update(repr(tuple(module.weight.shape)).encode())
