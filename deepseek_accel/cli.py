@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import AccelError
@@ -258,6 +259,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from .bench import gating, tables
     from .gating.sensitivity import temper_of
 
+    if not Path(arguments.out).absolute().parent.is_dir():
+        raise AccelError(f"cannot write {arguments.out!r}: there is no such directory")
     with tables.progress(3) as step:
         found = gating.calibrate_directory(
             arguments.model_dir, arguments.text, arguments.device, arguments.dtype, arguments.max_tokens, step

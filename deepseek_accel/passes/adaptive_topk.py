@@ -167,20 +167,25 @@ class AdaptiveTopK(Pass):
         stretch: torch.Tensor | None,
         context: Context,
     ) -> Any:
-        device, (num_experts, size) = gate.weight.device, gate.weight.shape
-        slope, offset = torch.zeros(size), torch.zeros(num_experts)
-        if sensitivity is not None:
-            slope, offset = sensitivity.rule(number, self.method, temper_of(self.target))
-        if stretch is not None:  # the scales of an AWQ calibration are in the norm: what the router reads is divided
-            slope = slope * stretch.to(slope.device)
-        drop = Drop(
-            slope.to(device, copy=True),
-            (offset - threshold).to(device),
-            self.method == "threshold",
-            self.min_experts,
-            float(self.batch_budget or 0.0),
-            torch.zeros(4, dtype=torch.int64, device=device),
-        )
+        # an offloaded gate is on "meta" between its calls; then these wait on the host
+        device = torch.device("cpu") if gate.weight.is_meta else gate.weight.device
+        num_experts, size = gate.weight.shape
+        with torch.inference_mode(False):  # the tally is written to outside it, too
+            slope, offset = torch.zeros(size), torch.zeros(num_experts)
+            if sensitivity is not None:
+                slope, offset = sensitivity.rule(number, self.method, temper_of(self.target))
+            if (
+                stretch is not None
+            ):  # the scales of an AWQ calibration are in the norm: what the router reads is divided
+                slope = slope * stretch.to(slope.device)
+            drop = Drop(
+                slope.to(device, copy=True),
+                (offset - threshold).to(device),
+                self.method == "threshold",
+                self.min_experts,
+                float(self.batch_budget or 0.0),
+                torch.zeros(4, dtype=torch.int64, device=device),
+            )
         fused = context.has("experts")
         return partial(
             gate_forward, gate, family=family, dropping=Dropping(drop), fused=fused, counters=context.counters
@@ -217,7 +222,7 @@ def check_made_for(
             "the sensitivity was made for another model: layers, chosen experts, experts and hidden size are "
             f"{theirs}, the model has {shape}. Calibrate this model."
         )
-    if is_placeholder(gates[0].weight):
+    if is_placeholder(gates[0]):
         return
     if fingerprint(model, family) != sensitivity.fingerprint:
         raise PlanError(
