@@ -21,6 +21,7 @@ from .passes.experts import FusedExperts
 from .passes.kv_cache import KVCache
 from .passes.layers import FusedLayers
 from .passes.mixed_precision import MixedPrecision
+from .passes.speculative import Speculative
 from .quantization.awq import calibrate_awq
 from .quantization.calibration import AwqCalibration
 
@@ -45,6 +46,7 @@ __all__ = [
     "OptimizeConfig",
     "PlanError",
     "RestoreError",
+    "Speculative",
     "UnsupportedModelError",
     "calibrate_awq",
     "calibrate_gates",

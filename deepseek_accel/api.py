@@ -98,7 +98,8 @@ def optimize(model: Model, config: Config = None) -> Model:
     journal = Journal()
     state = Optimized(options, journal, intended.rows(), intended.context.counters, _parameter_bytes(inner))
     try:
-        for edit in [*intended.edits(), Edit(inner, _SLOT, lambda: state, "model")]:
+        # Our own slot is the first, so that an undo that fails on its way, for want of memory, leaves it for another.
+        for edit in [Edit(inner, _SLOT, lambda: state, "model"), *intended.edits()]:
             journal.set(edit.owner, edit.name, edit.build(), edit.original)
     except BaseException:
         journal.undo()

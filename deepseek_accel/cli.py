@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import AccelError
@@ -258,6 +259,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
     from .bench import gating, tables
     from .gating.sensitivity import temper_of
 
+    if not Path(arguments.out).absolute().parent.is_dir():
+        raise AccelError(f"cannot write {arguments.out!r}: there is no such directory")
     with tables.progress(3) as step:
         found = gating.calibrate_directory(
             arguments.model_dir, arguments.text, arguments.device, arguments.dtype, arguments.max_tokens, step
@@ -318,6 +321,38 @@ def _is_gpu(resolve_device: Any, name: str) -> bool:
         return name.startswith("cuda")
 
 
+def bench_speculation(arguments: argparse.Namespace) -> int:
+    from .bench import speculation, tables
+    from .bench.shapes import Point
+
+    result = speculation.run(
+        arguments.model, Point.parse_list(arguments.points), _numbers(arguments.drafts, int),
+        _numbers(arguments.acceptance, float), arguments.new_tokens, arguments.device, arguments.dtype,
+    )  # fmt: skip
+    tables.console().print(tables.speculation_table(result))
+    _write(arguments, result)
+    return 0
+
+
+def drafts(arguments: argparse.Namespace) -> int:
+    from .bench import drafts as ranking
+    from .bench import tables
+
+    result = ranking.run(
+        arguments.target, arguments.drafts, arguments.text, arguments.prompts, arguments.new_tokens, arguments.device,
+        arguments.dtype,
+    )  # fmt: skip
+    print(tables.to_json(result)) if arguments.json else tables.console().print(tables.drafts_table(result))
+    return 0 if any(row["acceptance"] is not None for row in result["rows"]) else 1
+
+
+def _numbers(text: str, kind: Any) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise AccelError(f"not a list of numbers: {text!r}") from None
+
+
 def _write(arguments: argparse.Namespace, result: dict[str, Any], draw: Any = None) -> None:
     from .bench import tables
 
@@ -373,6 +408,15 @@ def parser() -> argparse.ArgumentParser:
     _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.set_defaults(run=calibrate)
     _quantize_arguments(commands.add_parser("quantize", help="write a checkpoint with MLPs and experts in four bits"))
+    command = commands.add_parser("drafts", help="rank drafts for speculative decoding of a model")
+    command.add_argument("target", metavar="TARGET", help="tiny, or the directory of a checkpoint")
+    command.add_argument("drafts", metavar="DRAFT", nargs="+", help="ngram, mtp, self, tiny-draft, or a directory")
+    command.add_argument("--text", metavar="FILE", help="what to go on from (default: the bundled held-out code)")
+    command.add_argument("--new-tokens", type=int, default=64, metavar="N", help="per prompt (default 64)")
+    command.add_argument("--prompts", type=int, default=8, metavar="N", help="cut from the text (default 8)")
+    _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    command.set_defaults(run=drafts)
 
     benches = commands.add_parser("bench", help="time whole models or single ops").add_subparsers(
         title="benches", required=True, metavar="BENCH"
@@ -381,6 +425,15 @@ def parser() -> argparse.ArgumentParser:
     _bench_cache_arguments(benches.add_parser("cache", help="kinds of cache at long contexts, and prefix reuse"))
     _bench_gating_arguments(benches.add_parser("gating", help="what leaving out experts costs in perplexity"))
     _bench_quality_arguments(benches.add_parser("quality", help="what caches that evict cost in quality"))
+    command = benches.add_parser("speculation", help="what checking guesses costs, and gains at a forced acceptance")
+    command.add_argument("--model", default="tiny", help="as in bench generate (default: tiny)")
+    command.add_argument("--points", default="1x1024", metavar="BxP,...", help="batch x prompt tokens")
+    command.add_argument("--drafts", default="1,3,5,7", metavar="N,...", help="guesses a step (default 1,3,5,7)")
+    command.add_argument("--acceptance", default="0.62,0.72", metavar="A,...", help="forced (default 0.62,0.72)")
+    command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="per sequence (default 128)")
+    _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
+    command.set_defaults(run=bench_speculation)
     command = benches.add_parser("ops", help="single ops against their references")
     command.add_argument(
         "--op", metavar="OP,...", help="latent_attention, gqa, experts, router, rms_norm (default: all)"

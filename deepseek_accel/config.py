@@ -54,7 +54,7 @@ class OptimizeConfig:
     @classmethod
     def lossless(cls) -> OptimizeConfig:
         """Every pass that keeps the model's numbers up to rounding, with its defaults; what does not fit is skipped."""
-        return cls(tuple(p for p in (passes.load(n)() for n in passes.PASSES) if not p.lossy), allow_skips=True)
+        return cls(tuple(p for p in (passes.load(n)() for n in passes.DEFAULTS) if not p.lossy), allow_skips=True)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> OptimizeConfig:
@@ -119,7 +119,7 @@ class OptimizeConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The mapping `from_dict` reads."""
+        """The mapping `from_dict` reads; where a draft is a model, its class is named instead."""
         options: dict[str, Any] = {p.name: p.options() for p in self.passes}
         return options | ({"allow_skips": True} if self.allow_skips else {})
 

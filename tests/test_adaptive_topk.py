@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -387,6 +388,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(small):
     for config, message in (
         (AdaptiveTopK(), "needs a sensitivity"),
         (AdaptiveTopK(0.25, sensitivity=found, min_experts=2), "min_experts"),
+        (AdaptiveTopK(0.75, sensitivity=found, min_experts=found.top_k), "min_experts"),
         (AdaptiveTopK(method="threshold", min_experts=5), "min_experts"),
     ):
         with pytest.raises(PlanError, match=message):
@@ -396,6 +398,41 @@ def test_what_does_not_fit_is_refused_before_anything_changes(small):
         optimize(tiny_model("llama"), (AdaptiveTopK(method="threshold"),))
     skipped = plan(model, OptimizeConfig((FusedExperts(), AdaptiveTopK()), allow_skips=True))
     assert sum(edit.where.endswith("gate") for edit in skipped.edits()) == 2  # the fused routers, as without it
+
+
+def test_what_was_optimized_in_inference_mode_runs_outside(bundled):
+    model, _ = bundled
+    with torch.inference_mode():
+        optimize(model, (AdaptiveTopK(method="threshold"),))
+    try:
+        with torch.no_grad():
+            model(torch.tensor([[5, 6, 7]]))
+        assert report(model).gating["experts_per_token"] > 0
+    finally:
+        restore(model)
+
+
+def test_offloaded_weights(sensitivity):
+    from accelerate import cpu_offload
+
+    model, _ = models.load_tiny(dtype=torch.float32)
+    ids = torch.randint(2000, (1, 40), generator=torch.Generator().manual_seed(0))
+    alone, outputs = calibrate_gates(model, [ids]), []
+    for offloaded in (False, True):
+        if offloaded:
+            cpu_offload(model, execution_device=torch.device("cpu"))
+        optimize(model, (AdaptiveTopK(0.5, sensitivity=sensitivity),))
+        with torch.no_grad():
+            outputs.append(model(ids).logits)
+        assert report(model).gating["experts_per_token"] < 3
+        restore(model)
+        with pytest.raises(PlanError, match="other weights"):
+            optimize(model, (AdaptiveTopK(sensitivity=other_fingerprint(sensitivity)),))
+    assert torch.equal(*outputs) and calibrate_gates(model, [ids]) == alone
+
+
+def other_fingerprint(known):
+    return GateSensitivity("other", known.tokens, **known._tensors())
 
 
 def test_planning_needs_no_weights(small):
@@ -435,6 +472,12 @@ def test_calibrate_writes_a_file_and_bench_reads_it(monkeypatch, tmp_path, capsy
     assert [row["rule"] for row in rows] == rules
     assert rows[0]["experts"] == 4 and rows[4]["experts"] == 3 and 2 < rows[1]["experts"] < 4
     assert cli.main(["bench", "gating", "--targets", "much"]) == 2
+    assert cli.main(["bench", "gating", "--targets", "2"]) == 2
+    monkeypatch.setattr(gating, "calibrate_directory", None)  # what follows is refused before it
+    assert cli.main(["calibrate", "tiny", str(tmp_path / "none" / "gates"), "--device", "cpu"]) == 2
+    monkeypatch.undo()
+    assert cli.main(["calibrate", "v2-lite", str(out), "--device", "cpu"]) == 2
+    assert "no tokenizer" in capsys.readouterr().err
     assert cli.main(["calibrate", "tiny", str(out), "--text", str(tmp_path / "none"), "--device", "cpu"]) == 2
 
 
@@ -445,7 +488,7 @@ def test_bench_generate_times_targets(monkeypatch):
     model = tiny_model("deepseek_v2")
     monkeypatch.setattr(gating, "RANDOM_TOKENS", (2, 1, 32))
     options = generate.Options(
-        "tiny", (Point(2, 5),), new_tokens=4, repeats=1, device="cpu", adaptive=("0.5", "top1", "0.5@3")
+        "tiny", (Point(2, 65),), new_tokens=4, repeats=1, device="cpu", adaptive=("0.5", "top1", "0.5@3")
     )
     rows = generate.run(options, subject=Subject("tiny", model))["rows"]
     assert [row["variant"] for row in rows] == ["stock", "all", "target 0.5", "top1", "target 0.5@3"]
@@ -453,5 +496,12 @@ def test_bench_generate_times_targets(monkeypatch):
     assert rows[1]["experts_per_token"] is None and rows[3]["experts_per_token"] == pytest.approx(1, abs=0.01)
     assert 1 < rows[2]["experts_per_token"] < 3 and "lossy" in rows[2]["detail"]
     assert rows[3]["floor_ms"] < rows[2]["floor_ms"] < rows[1]["floor_ms"]
+    short = replace(options, points=(Point(2, 5),), adaptive=("0.5",))  # the prompt would count as a decoding step
+    row = generate.run(short, subject=Subject("tiny", model))["rows"][2]
+    assert row["itl_ms"] > 0 and row["experts_per_step"] is None and row["floor_ms"] is None
+    with pytest.raises(AccelError, match="only_stock"):
+        replace(options, only_stock=True)
     with pytest.raises(AccelError, match="adaptive variant"):
         gating.variants(model, ["best"], OptimizeConfig.lossless())
+    with pytest.raises(AccelError, match="top9 does not fit"):
+        gating.variants(model, ["top9"], OptimizeConfig.lossless())

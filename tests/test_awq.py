@@ -372,6 +372,16 @@ def test_models_that_cannot_be_calibrated():
         calibrate_awq(tiny_model("llama", hidden_act="gelu"), DATA)
 
 
+@pytest.mark.parametrize("feedback", [True, False])
+def test_activations_that_overflow_are_an_error(feedback):  # and no endless search for a factor of their H
+    model = tiny_model("llama").half()
+    model.model.layers[1].post_attention_layernorm.weight.data.fill_(65504)
+    before = picture(model)
+    with pytest.raises(PlanError, match=r"layers\.1\.mlp cannot be calibrated: its inputs.*bfloat16"):
+        calibrate_awq(model, DATA, group_size=GROUP, feedback=feedback)
+    assert picture(model) == before
+
+
 def test_names_are_matched_whole():
     assert is_named("model.layers.1.mlp", ["layers.1"]) and is_named("model.layers.1", [r"model\.layers\.\d"])
     assert not is_named("model.layers.10.mlp", ["layers.1"])

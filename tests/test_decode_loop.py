@@ -22,7 +22,7 @@ from deepseek_accel import families, models, optimize, report
 from deepseek_accel.cache import PagedCache, paged_cache
 from deepseek_accel.generation.graphs import StepGraphs
 from deepseek_accel.generation.lines import read_model
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import relative_error, tiny_model
 from deepseek_accel.versions import cache_argument
 

@@ -11,7 +11,7 @@ from deepseek_accel import AccelError, CacheFullError, OptimizeConfig, PlanError
 from deepseek_accel.cache import Entropy, TopAttention, Window, paged_cache
 from deepseek_accel.cache.eviction import divide_by_reach, reach_profile
 from deepseek_accel.generation import decode
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.passes.attention import Attention
 from deepseek_accel.passes.kv_cache import KVCache
 from deepseek_accel.testing import relative_error, tiny_model

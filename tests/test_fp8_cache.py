@@ -11,7 +11,7 @@ from deepseek_accel import OptimizeConfig, PlanError, models, optimize, plan, re
 from deepseek_accel.cache import paged_cache
 from deepseek_accel.cache.entries import DTYPES
 from deepseek_accel.ops.fp8 import dequantize, quantize
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.passes.kv_cache import KVCache
 from deepseek_accel.testing import picture, relative_error, tiny_model
 from deepseek_accel.versions import cache_argument

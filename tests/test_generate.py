@@ -11,7 +11,7 @@ from transformers import DynamicCache, TextIteratorStreamer, TextStreamer
 
 from deepseek_accel import CacheFullError, KVCache, OptimizeConfig, models, optimize, report
 from deepseek_accel.cache import PagedCache, paged_cache
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.passes.attention import Attention
 from deepseek_accel.testing import FAMILIES, relative_error, tiny_model
 from deepseek_accel.versions import cache_argument

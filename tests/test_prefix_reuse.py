@@ -16,7 +16,7 @@ from deepseek_accel import CacheFullError, KVCache, PlanError, models, optimize,
 from deepseek_accel.cache import forget_prefixes, paged_cache
 from deepseek_accel.errors import UnsupportedModelError
 from deepseek_accel.generation.fingerprint import Fingerprint
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import picture, tiny_model
 from deepseek_accel.versions import cache_argument
 

@@ -370,6 +370,13 @@ def test_what_cannot_be_written(sources, written, tmp_path):
         write_quantized(sources / "llama", tmp_path / "out", group_size=20)
     with pytest.raises(PlanError, match="nothing to quantise"):
         write_quantized(sources / "llama", tmp_path / "out", group_size=GROUP, skip=["mlp"])
+    for options, message in (
+        (dict(targets=["experts", "mpl"]), "targets must be some of"),
+        (dict(skip=["mlp("]), "no regular expression"),
+        (dict(skip=["up_porj"]), "skip names 'up_porj'"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            write_quantized(sources / "llama", tmp_path / "out", group_size=GROUP, **options)
     bad = shutil.copytree(sources / "llama", tmp_path / "bad")
     change_tensor(bad, "model.layers.0.mlp.up_proj.weight", poison)
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight: the weight holds a NaN"):
@@ -379,6 +386,31 @@ def test_what_cannot_be_written(sources, written, tmp_path):
         load_quantized(written / "llama", config=[MixedPrecision(method="rtn")])
     with pytest.raises(PlanError, match="dtype must be"):
         load_quantized(written / "llama", dtype="int8")
+
+
+def test_a_calibration_whose_weights_have_other_names_is_refused(tmp_path):
+    model = tiny_model("llama").to(torch.bfloat16)
+    calibration = calibrate_awq(model, [IDS], group_size=GROUP)
+    model.model.save_pretrained(tmp_path / "decoder")  # names without "model."
+    with pytest.raises(CheckpointError, match=r"has no model\.layers\.0\.mlp"):
+        write_quantized(tmp_path / "decoder", tmp_path / "out", group_size=GROUP, calibration=calibration)
+
+
+def test_a_tied_head_may_be_stored_too(tmp_path):
+    tiny_model("llama", tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    write_quantized(tmp_path / "source", tmp_path / "out", group_size=GROUP)
+    file = tmp_path / "out/model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    for factor in (1, 2):
+        head = factor * tensors["model.embed_tokens.weight"]
+        save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+        if factor == 1:
+            model = load_quantized(tmp_path / "out")
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            continue
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+            load_quantized(tmp_path / "out")
 
 
 def test_sizes_that_do_not_divide_stay_in_16_bits(tmp_path):

@@ -10,7 +10,7 @@ import math
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..gating.calibrate import calibrate_gates
 from ..gating.sensitivity import GateSensitivity
 from ..passes.adaptive_topk import AdaptiveTopK
 from .environment import environment, resolve_device, resolve_dtype
-from .shapes import TINY, load
+from .shapes import SHAPES, TINY, load
 
 TARGETS = (0.85, 0.75, 0.625, 0.5)
 WINDOW = 512
@@ -212,6 +212,10 @@ class Options:
     device: str = "auto"
     brute_force: bool = False
 
+    def __post_init__(self) -> None:
+        for target in self.targets:
+            AdaptiveTopK(target)  # says now, not after hours, what is wrong with one
+
 
 def run(options: Options, step: Step = lambda text: None) -> dict[str, Any]:
     """Measure; returns {"environment", "rows", "calibration_tokens", "scored_tokens"}, ready for JSON.
@@ -220,6 +224,7 @@ def run(options: Options, step: Step = lambda text: None) -> dict[str, Any]:
     """
     from .. import models
 
+    _need_text(options.model)
     device = resolve_device(options.device)
     subject = load(options.model, device, resolve_dtype(options.dtype, device))
     tokenizer = _tokenizer(options.model)
@@ -262,14 +267,17 @@ def variants(model: Any, names: Sequence[str], others: Any) -> dict[str, Any]:
     if not blocks:
         raise AccelError(f"{family.model_type} has no routed experts to leave out")
     top_k = family.router(blocks[0][1].gate).top_k
-    chosen: dict[str, tuple[float, int, float | None]] = {}
+    chosen: dict[str, AdaptiveTopK] = {}
     for name in names:
         try:
             if name.startswith("top"):
-                chosen[name] = int(name[3:]) / top_k, int(name[3:]), None
+                kept = int(name[3:])
+                if not 1 <= kept <= top_k:
+                    raise AccelError(f"{name} does not fit: the model chooses {top_k} experts of a token")
+                chosen[name] = AdaptiveTopK(kept / top_k, min_experts=kept if kept < top_k else 1)
             else:
                 target, _, budget = name.partition("@")
-                chosen[f"target {name}"] = float(target), 1, float(budget) if budget else None
+                chosen[f"target {name}"] = AdaptiveTopK(float(target), batch_budget=float(budget) if budget else None)
         except ValueError as error:
             raise AccelError(f"an adaptive variant is a target such as 0.75, or top1, top2; got {name!r}") from error
     generator = torch.Generator().manual_seed(0)
@@ -277,10 +285,14 @@ def variants(model: Any, names: Sequence[str], others: Any) -> dict[str, Any]:
     ids = torch.randint(0, vocabulary, RANDOM_TOKENS, generator=generator)
     found = calibrate_gates(model, list(ids))
     result = {}
-    for label, (fraction, at_least, price) in chosen.items():
-        config = AdaptiveTopK(fraction, sensitivity=found, min_experts=at_least, batch_budget=price)
-        result[label] = OptimizeConfig((*others.passes, config), allow_skips=True)
+    for label, config in chosen.items():
+        result[label] = OptimizeConfig((*others.passes, replace(config, sensitivity=found)), allow_skips=True)
     return result
+
+
+def _need_text(name: str) -> None:
+    if name in SHAPES:
+        raise AccelError(f"{name} has random weights and no tokenizer, and routers are measured on text")
 
 
 def _tokenizer(name: str) -> Any:
@@ -305,6 +317,7 @@ def calibrate_directory(
     """
     from ..gating.calibrate import MAX_TOKENS
 
+    _need_text(name)
     where = resolve_device(device)
     step(f"loading {name}")
     model, tokenizer = load(name, where, resolve_dtype(dtype, where)).model, _tokenizer(name)

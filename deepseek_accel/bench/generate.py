@@ -18,6 +18,7 @@ import torch
 
 from .. import api, families
 from ..errors import AccelError
+from ..ops.adaptive_topk import BATCH_TOKENS
 from . import gating, greedy, peers, soak
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
@@ -59,6 +60,8 @@ class Options:
             raise AccelError(f"soak must be a number of calls, got {self.soak}")
         if self.skip_stock and self.only_stock:
             raise AccelError("skip_stock and only_stock leave nothing to measure; give one of them")
+        if self.only_stock and self.adaptive:
+            raise AccelError("only_stock leaves no adaptive variants to measure; give one of them")
 
     def configs(self) -> dict[str, Any]:
         """Variant -> OptimizeConfig, None for stock."""
@@ -252,14 +255,17 @@ class PointRun:
             row.prefill_peak_bytes_above_weights = times.prefill_peak_bytes
         row.experts_per_token = times.gating.get("experts_per_token")
         row.experts_per_step = self.experts
+        counts_prompt = 1 < self.prompt.numel() <= BATCH_TOKENS  # such a prompt is one of the steps that were counted
         if distinct := [n for n in times.gating.get("experts_read_per_step_by_layer", ()) if n is not None]:
-            row.experts_per_step = statistics.fmean(distinct)
+            row.experts_per_step = None if counts_prompt else statistics.fmean(distinct)
         row.first_tokens = None if self.stock is None else self.stock.tokens[:, 0].tolist()
         family = families.find(self.model)
         if self.stock is not None and row.kv_bytes_per_token_and_layer is None:
             held = self.point.prompt_length + self.stock.tokens.shape[1] - 1
             tokens = self.point.batch * held * len(family.layers(self.model))
             row.kv_bytes_per_token_and_layer = self.stock.cache_bytes / tokens
+        if distinct and counts_prompt:
+            return  # nobody knows what a step must read
         context = self.point.prompt_length + count / 2
         kv_bytes = cache_of(self.configs[name]).describe(self.model, family)["bytes_per_token_and_layer"]
         experts = row.experts_per_step

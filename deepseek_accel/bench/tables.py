@@ -191,6 +191,43 @@ def quality_table(result: dict[str, Any]) -> Any:
     return _table(f"{what}, on {describe(result['environment'])}", columns, rows)
 
 
+def speculation_table(result: dict[str, Any]) -> Any:
+    rows = [
+        [
+            row["point"],
+            str(row["drafts"]),
+            f"{row['forced']:.2f}",
+            number(row["plain_ms"]),
+            number(row["check_ms"]),
+            ratio(row["check_ms"] / row["plain_ms"]),
+            number(row["tokens_per_step"]),
+            ratio(row["speed_up"]),
+        ]
+        for row in result["rows"]
+    ]
+    columns = ("batch x prompt", "drafts", "acceptance (forced)", "plain step, ms", "check, ms", "check / step",
+               "tokens a step", "speed-up")  # fmt: skip
+    return _table(f"{result['model']}: guesses of no cost, right by a draw", columns, rows, left=1)
+
+
+def drafts_table(result: dict[str, Any]) -> Any:
+    rows = [
+        [
+            row["draft"],
+            f"{row['parameters']:,}" if row["parameters"] else "",
+            number(row["guess_ms"]),
+            f"{row['acceptance']:.2f}" if row["acceptance"] is not None else "",
+            number(row["accepted_per_step"]),
+            str(row["best_drafts"]) if row["best_drafts"] is not None else "",
+            ratio(row["predicted_speed_up"]),
+            row["detail"],
+        ]
+        for row in result["rows"]
+    ]
+    columns = ("draft", "parameters", "a guess, ms", "acceptance", "accepted of 4", "best number", "predicted", "")
+    return _table(f"drafts for {result['target']}, {result['tokens']:,} tokens written", columns, rows, left=1)
+
+
 def ops_table(result: dict[str, Any]) -> Any:
     """One row per op and shape."""
     columns = ["op", "shape", "us", "GB/s", "TFLOP/s", "% of copy", "to reference", "error", "checked"]

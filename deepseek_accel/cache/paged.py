@@ -507,6 +507,10 @@ class PagedCache(DynamicCache):
     def begin_padding(self, starts: torch.Tensor) -> None:
         """The first starts [B] int32 tokens of each row are padding. A cache that holds all tokens need not know."""
 
+    def pages(self, length: int) -> list[Pages]:
+        """Each layer's pages as if it held `length` tokens per row; rows that hold fewer are the caller's business."""
+        return [Pages(x.pool, x.pool.storages[x._layer], length - x.pool.offset, x.format, None) for x in self.layers]
+
     def commit(self, length: int) -> None:
         """Every layer holds `length` tokens per row now; pages beyond are given back."""
         for layer in self.layers:
@@ -630,3 +634,9 @@ def paged_cache(
     reserve_tokens = min(reserve_tokens, eviction.budget)
     pools = Pools(page_size, max_pages, reserve_tokens, counters, fp8, family.attention == "mla")
     return EvictingCache(pools, attentions, eviction)
+
+
+def one_layer_cache(like: PagedCache, attention: Any) -> PagedCache:
+    """A new cache of one layer for `attention`, with pages of like's size, in the dtype that is computed."""
+    pools = Pools(like.page_size, None, 0, Counter(), None, like._pools.is_latent)
+    return PagedCache(pools, [None], [attention])

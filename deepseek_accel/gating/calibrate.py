@@ -2,7 +2,7 @@
 
 Three passes over the data through the unmodified model: one with gradients (of the routing weights alone), one that
 gathers a regression, one that collects what the prediction says. Held meanwhile, for each mixture layer: D x D fp32 on
-the model's device and 3 K numbers a token on the host.
+the model's device and 4 K numbers a token on the host.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def _pieces(model: Any, data: Iterable[Any], tokenizer: Any, max_tokens: int) ->
     if max_tokens < 2:
         raise PlanError(f"max_tokens must be at least 2, got {max_tokens}")
     device = model.get_input_embeddings().weight.device
+    device = torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves inputs
     for item in data:
         if isinstance(item, str):
             if tokenizer is None:

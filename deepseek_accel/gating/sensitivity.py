@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +81,16 @@ class GateSensitivity:
         return f"GateSensitivity({self.num_layers} layers, top {self.top_k}, of {self.tokens:,} tokens)"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file."""
+        """Write one safetensors file. Raises PlanError if that cannot be."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         facts = {"format": _FORMAT, "fingerprint": self.fingerprint, "tokens": json.dumps(self.tokens)}
-        save_file({name: tensor.contiguous() for name, tensor in self._tensors().items()}, path, metadata=facts)
+        tensors = {name: tensor.contiguous() for name, tensor in self._tensors().items()}
+        try:
+            save_file(tensors, path, metadata=facts)
+        except (SafetensorError, OSError) as error:
+            raise PlanError(f"cannot write {os.fspath(path)!r}: {error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> GateSensitivity:
@@ -130,9 +137,9 @@ class GateSensitivity:
         The best `min_experts` of a token are always kept. Raises PlanError if those alone are more.
         """
         top_k = self.top_k
-        if target >= 1 or min_experts >= top_k:
+        if target >= 1:
             return float("-inf")
-        dropped = (1 - target) * top_k / (top_k - min_experts)
+        dropped = (1 - target) * top_k / (top_k - min_experts) if min_experts < top_k else float("inf")
         if dropped > 1 + 1e-9:
             raise PlanError(f"target {target} is {target * top_k:.3g} of {top_k} experts; min_experts is {min_experts}")
         ordered = self.scores(method, temper)[..., min_experts:].flatten().sort().values
@@ -160,9 +167,32 @@ def routers(model: Any, family: Any) -> list[Any]:
     return [block.gate for _, block in family.moe(model)]
 
 
-def is_placeholder(weight: torch.Tensor) -> bool:
-    """Whether there are no weights to look at: a model on "meta", or one number seen from every index."""
-    return weight.is_meta or (weight.numel() > 1 and not any(weight.stride()))
+def is_placeholder(module: Any) -> bool:
+    """Whether a module has no weight to look at: it is on "meta", or one number seen from every index.
+
+    What accelerate has offloaded is on "meta" too, but can be looked at.
+    """
+    weight = module.weight
+    if weight.is_meta:
+        return not _is_offloaded(module)
+    return weight.numel() > 1 and not any(weight.stride())
+
+
+def _is_offloaded(module: Any) -> bool:
+    return bool(getattr(vars(module).get("_hf_hook"), "offload", False))
+
+
+@contextmanager
+def _brought(module: Any) -> Iterator[None]:
+    """A module with its weights; those that accelerate has offloaded come for this moment."""
+    hook = vars(module)["_hf_hook"] if _is_offloaded(module) else None
+    if hook is not None:
+        hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.post_forward(module, None)
 
 
 def fingerprint(model: Any, family: Any) -> str:
@@ -172,13 +202,13 @@ def fingerprint(model: Any, family: Any) -> str:
     its range) and bf16. Routed experts are not looked at, so that a quantised model is still the same.
     """
     seen = hashlib.sha256(family.model_type.encode())
-    tensors = [model.get_input_embeddings().weight]
-    for gate in routers(model, family):
-        tensors.append(gate.weight)
+    gates = routers(model, family)
+    for gate in gates:
         seen.update(repr(family.router(gate)).encode())
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
-        seen.update(repr(tuple(tensor.shape)).encode())
+    for module in (model.get_input_embeddings(), *gates):
+        with _brought(module):
+            flat = module.weight.detach().reshape(-1)
+            samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
+        seen.update(repr(tuple(module.weight.shape)).encode())
         seen.update(samples.view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()[:32]

@@ -27,6 +27,7 @@ from .reuse import Reuse, begin_reuse
 from .sampling import MAX_EOS_TOKENS, choice_of, draw
 from .step import Stepper
 
+SPECULATES_NOT = "speculative: stock loop"
 AHEAD = 64
 """Tokens per row for which pages are taken at once."""
 
@@ -55,8 +56,9 @@ def generate(model: Any, loop: Loop, /, *args: Any, **kwargs: Any) -> Any:
     stock = type(model).generate
     if reason := why_stock_loop(model, loop, args, kwargs):
         count(loop.counters, f"layers: stock loop ({reason})")
-        if "_accel_prefixes" in vars(model):
-            count(loop.counters, f"kv_cache: no prefix reuse ({reason})")
+        for name, what in (("_accel_prefixes", "kv_cache: no prefix reuse"), ("_accel_speculation", SPECULATES_NOT)):
+            if name in vars(model):
+                count(loop.counters, f"{what} ({reason})")
         return stock(model, *args, **kwargs)
     kwargs = _with_stop_strings(model, args, kwargs)
     streamer = kwargs.get("streamer")  # `generate` puts the prompt to it; a callable gets none of its own
@@ -159,6 +161,8 @@ class _SampleLoop:
             stepper, starts = _prepare(model, loop, input_ids, generation_config, model_kwargs)
         except Watched as reason:
             count(loop.counters, f"layers: stock loop ({reason})")
+            if "_accel_speculation" in vars(model):
+                count(loop.counters, f"{SPECULATES_NOT} ({reason})")
             model_kwargs.pop("synced_gpus", None)
             result = type(model)._sample(
                 model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer,
@@ -168,7 +172,8 @@ class _SampleLoop:
                 reuse.keep(result if isinstance(result, torch.Tensor) else result.sequences)
             return result
         count(loop.counters, "layers: decoding loops")
-        sampling = _Sampling(
+        speculation = vars(model).get("_accel_speculation")
+        sampling = (_Sampling if speculation is None else speculation.sampling)(
             model, stepper, loop, logits_processor, stopping_criteria, generation_config, streamer, reuse
         )
         return sampling.run(input_ids, starts, model_kwargs)

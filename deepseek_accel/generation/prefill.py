@@ -77,13 +77,16 @@ def prefill(
     position_ids: Tensor | None = None,
     activation_bytes: int = ACTIVATION_BYTES,
     instead: Callable[[Tensor, Tensor, list[Any], Tensor], Tensor] | None = None,
+    states: list[Tensor] | None = None,
+    num_states: int = 0,
 ) -> Tensor:
     """Add the tokens input_ids [B, S] to `cache`, a `PagedCache`, and return the last one's logits [B, V].
 
     starts [B] int32 on the model's device: how many tokens at the beginning of each row, counted from the cache's
     first, are padding; None for none. position_ids [1 or B, S], or None to count on from the cache's length.
     activation_bytes bounds what is held at a time, see `tokens_per_piece`. instead: what runs in place of the pieces,
-    given (input_ids, position_ids, each layer's pages, slots); None: nothing.
+    given (input_ids, position_ids, each layer's pages, slots); None: nothing. states: a list that the hidden states
+    [B, n, D] after the last layer are added to, of the last n tokens: num_states, or as many as the last piece has.
 
     Hidden states of padding stay finite, what the cache holds for it is never read. If this fails, the cache is as it
     was. Raises CacheFullError, and ValueError on a batch of another size than the cache holds.
@@ -101,7 +104,7 @@ def prefill(
         held = [layer.append(batch, count) for layer in cache.layers]
         if instead is not None:
             return instead(input_ids, position_ids, [pages for pages, _ in held], held[0][1])
-        return _run(stepper, input_ids, held, starts, position_ids, activation_bytes)
+        return _run(stepper, input_ids, held, starts, position_ids, activation_bytes, states, num_states)
     except BaseException:
         if past:
             cache.commit(past)
@@ -117,11 +120,14 @@ def _run(
     starts: Tensor | None,
     position_ids: Tensor,
     activation_bytes: int,
+    states: list[Tensor] | None,
+    num_states: int,
 ) -> Tensor:
     model, (batch, count) = stepper.model, input_ids.shape
     # For all pieces at once, since rotary types that depend on the longest position must see it.
     layout, cos, sin = stepper.rotation(model.embedding[:1, None], position_ids)
     last_hidden = model.embedding.new_empty(batch, model.embedding.shape[1])
+    by_rows: list[Tensor] = []
     block = tokens_per_piece(model.layers[-1], activation_bytes)
     alone = held[0][0].is_alone
     for piece in pieces(batch, count, block):
@@ -135,10 +141,15 @@ def _run(
         for layer, (pages, _), span in zip(model.layers[:-1], held[:-1], spans[:-1], strict=True):
             hidden = layer_step(layer, hidden, pages, span, shape[1], activation_bytes)
         # Of the last layer nothing but the entries is needed, and the prompt's last token.
-        wanted = 1 if tokens.stop == count else 0
+        wanted = 0 if tokens.stop < count else 1 if states is None else shape[1]
         hidden = layer_step(model.layers[-1], hidden, held[-1][0], spans[-1], wanted, activation_bytes)
         if wanted:
-            last_hidden[rows] = hidden
+            hidden = hidden.view(shape[0], wanted, -1)
+            last_hidden[rows] = hidden[:, -1]
+            if states is not None:
+                by_rows.append(hidden[:, -num_states:])
+    if states is not None:
+        states.append(torch.cat(by_rows))
     weight, bias = model.head
     if isinstance(weight, Int4Weight):
         return int4_linear(rms_norm(last_hidden, *model.norm), weight, bias)

@@ -175,10 +175,14 @@ class Stepper:
 
     def run(self, tokens: torch.Tensor, pages: Sequence[Held], places: Sequence[Place]) -> torch.Tensor:
         """tokens [B, S] through all layers, each with pages and place: logits [B, vocabulary] of each row's last."""
-        x = F.embedding(tokens.flatten(), self.model.embedding)
+        x = self.layers(F.embedding(tokens.flatten(), self.model.embedding), pages, places)
+        return head_step(self.model, x.view(*tokens.shape, -1)[:, -1].contiguous())
+
+    def layers(self, x: torch.Tensor, pages: Sequence[Held], places: Sequence[Place]) -> torch.Tensor:
+        """x [B * S, D], embedded tokens -> what the last layer gives, the same shape."""
         for layer, held, place in zip(self.model.layers, pages, places, strict=True):
             x = layer_step(layer, x, held, place)
-        return head_step(self.model, x.view(*tokens.shape, -1)[:, -1].contiguous())
+        return x
 
     def _reach(self, pages: Any, num_queries: int, starts: torch.Tensor | None) -> Reach:
         device, keys = self.model.device, pages.length

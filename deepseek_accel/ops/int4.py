@@ -52,12 +52,13 @@ def _in_groups(values: Tensor, group_size: int, fill: float = 0.0) -> Tensor:
 
 
 def scale_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 scales in `dtype`, rounded up, so that 15 steps still span the group; never 0."""
+    """fp32 scales in `dtype`, rounded up, so that 15 steps still span the group; never 0. In fp16 they may be
+    subnormal: its normal numbers end at 6e-5, where groups of small weights begin."""
     rounded = scale.to(dtype)
     bits = rounded.view(torch.int32 if dtype == torch.float32 else torch.int16)
     higher = (bits + 1).view(dtype)
     rounded = torch.where(rounded.float() < scale, higher, rounded)
-    return rounded.clamp(min=torch.finfo(dtype).tiny)
+    return rounded.clamp(min=2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny)
 
 
 def round_to_nearest(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +169,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, group_size: int) -> Int4W
         raise ValueError("a scale is not finite")
     size = codes.shape[-1]
     missing = -size % LEAST_GROUP
-    chunks = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, 8, 4))  # [..., N, chunk, place, word]
+    whole = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
+    chunks = whole.unflatten(-1, (-1, 8, 4))  # [..., N, chunk, place, word]
     octets = chunks[..., 0::2, :] | (chunks[..., 1::2, :] << 4)  # low places first
     words = octets.transpose(-1, -2).contiguous().view(torch.int32).squeeze(-1).flatten(-2)
     groups = torch.stack((scales, zeros.to(scales.dtype)), -1).contiguous()

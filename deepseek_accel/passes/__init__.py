@@ -11,8 +11,12 @@ PASSES = (
     "adaptive_topk",
     "layers",
     "kv_cache",
+    "speculative",
     "cuda_graphs",
 )
+ASKED_FOR = ("speculative",)
+"""Passes that keep the model's numbers and are still applied only where the config names them."""
+DEFAULTS = tuple(name for name in PASSES if name not in ASKED_FOR)
 
 
 def load(name: str) -> type[Pass]:

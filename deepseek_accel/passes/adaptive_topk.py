@@ -135,9 +135,12 @@ class AdaptiveTopK(Pass):
         if sensitivity is not None:
             check_made_for(sensitivity, model, family, [block.gate for _, block in blocks], top_k)
         threshold = self._threshold(sensitivity)
+        names = {id(module): name for name, module in model.named_modules()}
+        mixed = next((p for p in context.passes if p.name == "mixed_precision"), None)
         for number, ((where, block), why) in enumerate(zip(blocks, reasons, strict=True)):
             if why is None:
-                build = partial(self._build, block.gate, family, sensitivity, number, threshold, context)
+                stretch = None if mixed is None else mixed.stretch(f"{names[id(block.gate)]}.weight")
+                build = partial(self._build, block.gate, family, sensitivity, number, threshold, stretch, context)
                 yield Edit(block.gate, forward_slot(block.gate), build, f"{where}.gate")
         if sensitivity is None:
             yield Note(f"drops weights below {1 - self.target:.3g} of a token's largest; report() says how many stay")
@@ -161,20 +164,28 @@ class AdaptiveTopK(Pass):
         sensitivity: GateSensitivity | None,
         number: int,
         threshold: float,
+        stretch: torch.Tensor | None,
         context: Context,
     ) -> Any:
-        device, (num_experts, size) = gate.weight.device, gate.weight.shape
-        slope, offset = torch.zeros(size), torch.zeros(num_experts)
-        if sensitivity is not None:
-            slope, offset = sensitivity.rule(number, self.method, temper_of(self.target))
-        drop = Drop(
-            slope.to(device, copy=True),
-            (offset - threshold).to(device),
-            self.method == "threshold",
-            self.min_experts,
-            float(self.batch_budget or 0.0),
-            torch.zeros(4, dtype=torch.int64, device=device),
-        )
+        # an offloaded gate is on "meta" between its calls; then these wait on the host
+        device = torch.device("cpu") if gate.weight.is_meta else gate.weight.device
+        num_experts, size = gate.weight.shape
+        with torch.inference_mode(False):  # the tally is written to outside it, too
+            slope, offset = torch.zeros(size), torch.zeros(num_experts)
+            if sensitivity is not None:
+                slope, offset = sensitivity.rule(number, self.method, temper_of(self.target))
+            if (
+                stretch is not None
+            ):  # the scales of an AWQ calibration are in the norm: what the router reads is divided
+                slope = slope * stretch.to(slope.device)
+            drop = Drop(
+                slope.to(device, copy=True),
+                (offset - threshold).to(device),
+                self.method == "threshold",
+                self.min_experts,
+                float(self.batch_budget or 0.0),
+                torch.zeros(4, dtype=torch.int64, device=device),
+            )
         fused = context.has("experts")
         return partial(
             gate_forward, gate, family=family, dropping=Dropping(drop), fused=fused, counters=context.counters
@@ -211,7 +222,7 @@ def check_made_for(
             "the sensitivity was made for another model: layers, chosen experts, experts and hidden size are "
             f"{theirs}, the model has {shape}. Calibrate this model."
         )
-    if is_placeholder(gates[0].weight):
+    if is_placeholder(gates[0]):
         return
     if fingerprint(model, family) != sensitivity.fingerprint:
         raise PlanError(

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..errors import AccelError
 from ..families.base import Family
 from ..generation.lines import packed_weight, why_stock_experts
 from ..journal import forward_slot
@@ -26,6 +27,8 @@ from ..ops.router import route
 from ..plan import Context, Edit, Note, Skip
 from ..watch import count, is_silu, needs_gradients, why_foreign
 from .base import Pass
+
+MOVED = "To move or convert a model with packed weights, `restore(model)`, move it, `optimize` it again."
 
 
 def gate_forward(
@@ -61,7 +64,14 @@ def experts_forward(
         count(counters, "experts: fused")
         if drops:
             top_k_index = top_k_index.masked_fill(top_k_weights == 0, -1)
-        return int4_experts(hidden_states, top_k_index, top_k_weights, gate_up, down)
+        inputs = hidden_states
+        if torch.is_autocast_enabled(inputs.device.type):
+            inputs = inputs.to(gate_up.dtype)
+        try:
+            out = int4_experts(inputs, top_k_index, top_k_weights, gate_up, down)
+        except ValueError as error:
+            raise AccelError(f"{error}. {MOVED}") from error
+        return out.to(hidden_states.dtype)
     reason = why_stock_experts(experts, implementation, hidden_states, top_k_weights)
     if reason is None:
         count(counters, "experts: fused")

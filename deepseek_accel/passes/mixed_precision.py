@@ -27,10 +27,11 @@ from ..ops.choice import why_not_triton
 from ..ops.int4 import DTYPES, Int4Weight, pack, round_to_nearest, why_no_group_size
 from ..ops.int4_linear import int4_linear
 from ..plan import Context, Edit, Note, Skip
+from ..quantization.blocks import is_named
 from ..quantization.calibration import AwqCalibration
 from ..watch import count, why_foreign
 from .base import Pass
-from .experts import experts_forward, why_not_fused
+from .experts import MOVED, experts_forward, why_not_fused
 
 TARGETS = ("experts", "mlp", "attention", "lm_head")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -54,21 +55,28 @@ def linear_forward(linear: Any, input: torch.Tensor, counters: Counter[str]) -> 
     if weight is None:
         raise AccelError("this linear layer has lost its packed weight; call `restore(model)`")
     count(counters, "mixed_precision: packed linear")
+    autocast = torch.is_autocast_enabled(input.device.type)
+    if autocast:
+        input = input.to(weight.dtype)
     try:
         out = int4_linear(input.reshape(-1, input.shape[-1]), weight, linear.bias)
     except ValueError as error:
-        raise AccelError(
-            f"{error}. To move or convert a model with packed weights, `restore(model)`, move it, `optimize` it again."
-        ) from error
+        raise AccelError(f"{error}. {MOVED}") from error
+    if autocast:
+        out = out.to(torch.get_autocast_dtype(input.device.type))  # as a linear layer of torch gives
     return out.view(*input.shape[:-1], out.shape[1])
 
 
-def refuse_to_save(model: Any, *args: Any, **kwargs: Any) -> None:
+def refuse_to_save(model: Any, *args: Any, drops: bool, **kwargs: Any) -> None:
     """In place of `save_pretrained`."""
+    first = (
+        'Its 16-bit weights were dropped (originals="drop"): save the checkpoint it was loaded from.'
+        if drops
+        else "Call `restore(model)` first to save the 16-bit weights."
+    )
     raise AccelError(
-        "a model with packed weights is not saved by `save_pretrained`, which would leave them out. Call "
-        "`restore(model)` first to save the 16-bit weights, or write a quantized directory with "
-        "`deepseek-accel quantize MODEL_DIR OUT_DIR`."
+        "a model with packed weights is not saved by `save_pretrained`, which would leave them out. "
+        f"{first} A quantized directory is written by `deepseek-accel quantize MODEL_DIR OUT_DIR`."
     )
 
 
@@ -87,12 +95,17 @@ class Kept:
 def take_away(parameter: nn.Parameter, drops: bool, device: torch.device) -> nn.Parameter:
     """What stands for a parameter that is packed. A GPU's own goes to host memory, also to be dropped when all are
     packed: an error in between can then still be undone. Others stay where they are."""
+    stand_in = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
+    send_to_host(parameter, drops)
+    return stand_in
+
+
+def send_to_host(parameter: nn.Parameter, drops: bool) -> None:
+    """Move a GPU's parameter to host memory, pinned unless it is to be dropped."""
     data = parameter.data
-    stand_in = nn.Parameter(torch.empty(0, dtype=data.dtype, device=device), requires_grad=False)
     if data.is_cuda:
         host = torch.empty(data.shape, dtype=data.dtype, pin_memory=not drops)
         parameter.data = host.copy_(data)
-    return stand_in
 
 
 def packed(parameter: nn.Parameter, name: str, group_size: int, calibration: Any, device: torch.device) -> Int4Weight:
@@ -112,8 +125,12 @@ def packed(parameter: nn.Parameter, name: str, group_size: int, calibration: Any
     return dataclasses.replace(experts[0], words=words, groups=groups)
 
 
-def rescaled(calibration: Any, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(calibration.rescaled(name, parameter.detach()), requires_grad=parameter.requires_grad)
+def rescaled(calibration: Any, name: str, parameter: nn.Parameter, drops: bool) -> nn.Parameter:
+    """What a parameter that stays in 16 bits becomes. The old one waits as those that are packed do: experts that are
+    left out are most of a model."""
+    new = nn.Parameter(calibration.rescaled(name, parameter.detach()), requires_grad=parameter.requires_grad)
+    send_to_host(parameter, drops)
+    return new
 
 
 def packed_bytes(model: nn.Module) -> int:
@@ -172,15 +189,6 @@ def parts(model: Any, family: Family, targets: tuple[str, ...], names: dict[int,
             yield Skip("lm_head", "this model has none")
         else:
             yield Part("lm_head", head, ("weight",), "lm_head")
-
-
-def is_named(name: str, patterns: list[re.Pattern[str]]) -> bool:
-    """Whether a pattern matches the whole of `name`, of a module around it, or of the last parts of either."""
-    words = name.split(".")
-    ends = range(1, len(words) + 1)
-    return any(
-        pattern.fullmatch(".".join(words[begin:end])) for end in ends for begin in range(end) for pattern in patterns
-    )
 
 
 @dataclass(frozen=True)
@@ -268,8 +276,10 @@ class MixedPrecision(Pass):
                 yield from self._edits(part, calibration, context, device)
         if calibration is not None:
             yield from self._rescaled(model, calibration, replaced)
-        if done and hasattr(model, "save_pretrained"):
-            yield Edit(model, "save_pretrained", partial(partial, refuse_to_save, model), "save_pretrained")
+        for name, module in model.named_modules() if done else ():
+            if hasattr(module, "save_pretrained"):  # the decoder inside has one too
+                refuse = partial(partial, refuse_to_save, module, drops=self.originals == "drop")
+                yield Edit(module, "save_pretrained", refuse, f"{name}.save_pretrained".lstrip("."))
         yield from self._notes(done, model)
 
     def _calibration(self, model: nn.Module) -> Any:
@@ -313,8 +323,22 @@ class MixedPrecision(Pass):
         for where in sorted(set(calibration.rescaled_names) - replaced):
             owner, _, name = where.rpartition(".")
             module = model.get_submodule(owner)
-            if (parameter := module._parameters[name]) is not None:
-                yield Edit(module, name, partial(rescaled, calibration, where, parameter), where)
+            parameter, drops = module._parameters.get(name), self.originals == "drop"
+            if type(parameter) is not nn.Parameter:
+                raise PlanError(
+                    f"{where} stays in 16 bits and must follow the scales of the calibration, but {owner} is a "
+                    f"{type(module).__module__}.{type(module).__name__}, the rest of which would not. Merge or unload "
+                    'an adapter first, or write method="rtn".'
+                )
+            kept = Kept(parameter.device, drops)
+            yield Edit(module, name, partial(rescaled, calibration, where, parameter, drops), where, kept)
+
+    def stretch(self, name: str) -> torch.Tensor | None:
+        """[D]: what the inputs of the parameter `name` are divided by once the calibration is folded in, or None."""
+        if self.calibration is None or name not in self.calibration.rescaled_names:
+            return None
+        columns, _ = self.calibration.shifts(name)
+        return None if columns is None else torch.exp2(columns.float())
 
     def _notes(self, done: dict[str, list[str]], model: nn.Module) -> Iterator[Note]:
         for layer, where in done.items():

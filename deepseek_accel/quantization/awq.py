@@ -69,8 +69,8 @@ def calibrate_awq(
     folder: where finished layers are written. Called again with the same model, data and options, it goes on there; a
         folder of another calibration is an error. None keeps everything in memory.
 
-    Raises PlanError for wrong arguments and CheckpointError for weights that are not finite or a folder that does not
-    fit; UnsupportedModelError for an unknown model.
+    Raises PlanError for wrong arguments and for activations that are not finite, CheckpointError for weights that are
+    not finite or a folder that does not fit; UnsupportedModelError for an unknown model.
     """
     inner = families.unwrap(model)
     family = families.find(inner)
@@ -273,7 +273,13 @@ def _calibrate(
     tensors: dict[str, Tensor] = {}
     found = Found()
     for mlp in block.mlps:
-        tensors |= round_mlp(mlp, weights, inputs[mlp.where], columns, group_size, feedback, found)
+        try:
+            tensors |= round_mlp(mlp, weights, inputs[mlp.where], columns, group_size, feedback, found)
+        except ValueError as error:
+            raise PlanError(
+                f"{mlp.where} cannot be calibrated: {error}. Activations beyond fp16's range are the usual cause: "
+                "load the model in bfloat16 or float32."
+            ) from error
     if bool(columns.any()):
         tensors[f"{block.norm}:rows"] = columns
         tensors |= {f"{name}:columns": columns for name in block.others}

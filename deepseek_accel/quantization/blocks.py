@@ -69,7 +69,7 @@ def parameter(model: nn.Module, name: str) -> Tensor:
     return value
 
 
-def is_named(name: str, patterns: Collection[str]) -> bool:
+def is_named(name: str, patterns: Collection[str | re.Pattern[str]]) -> bool:
     """Whether a pattern matches the whole of a module's name, of one around it, or of the last parts of either.
 
     "layers.1" and "model.layers.1" name layer 1 and all in it, not layer 10; "gate" not gate_proj. Patterns may be
@@ -116,8 +116,8 @@ def _mlps(layer: Any, where: str) -> Iterator[tuple[str, GatedMLP]]:
         yield "experts", GatedMLP(mlp.shared_experts, f"{where}.mlp.shared_experts", False)
 
 
-def find_blocks(model: nn.Module, family: Family, targets: Collection[str], skip: Collection[str]) -> list[Block]:
-    """The blocks to calibrate, in layer order. Raises PlanError where one cannot be, or where there is none."""
+def check_request(targets: Collection[str], skip: Collection[str]) -> None:
+    """Raises PlanError unless targets are some of `TARGETS`, and skip a list of regular expressions."""
     if isinstance(targets, str) or not targets or any(target not in TARGETS for target in targets):
         raise PlanError(f"targets must be some of {TARGETS}, got {targets!r}")
     if isinstance(skip, str):
@@ -127,6 +127,11 @@ def find_blocks(model: nn.Module, family: Family, targets: Collection[str], skip
             re.compile(pattern)
         except re.error as error:
             raise PlanError(f"skip holds {pattern!r}, which is no regular expression: {error}") from error
+
+
+def find_blocks(model: nn.Module, family: Family, targets: Collection[str], skip: Collection[str]) -> list[Block]:
+    """The blocks to calibrate, in layer order. Raises PlanError where one cannot be, or where there is none."""
+    check_request(targets, skip)
     names = {id(module): name for name, module in model.named_modules()}
     blocks = []
     for index, layer in enumerate(family.layers(model)):

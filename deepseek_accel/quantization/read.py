@@ -107,8 +107,8 @@ class QuantizedFiles:
         parameters = dict(model.named_parameters())
         used: set[str] = set()
         config: Any = model.config
-        keys: Any = getattr(model, "_tied_weights_keys", None) or ()
-        tied = set(keys) if config.tie_word_embeddings else set()
+        keys: Any = getattr(model, "_tied_weights_keys", None) or {}
+        tied: dict[str, str] = dict(keys) if config.tie_word_embeddings else {}
         for name, value in [*parameters.items(), *persistent_buffers(model)]:
             expected = tuple(value.shape)
             if name in self.names:
@@ -123,11 +123,18 @@ class QuantizedFiles:
                 found = self._plain_shape(sources, expected)
             if found != expected:
                 raise CheckpointError(f"{name} is {list(found)} in the checkpoint, {list(expected)} in the model")
+        used |= {name for name, other in tied.items() if name in self.files and self._are_equal(name, other)}
         for name in self.files.names():
             match = LAYER.fullmatch(name)
             beyond = match is not None and layers is not None and int(match[1]) >= layers  # the MTP layer
             if name not in used and not beyond and not name.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(f"the checkpoint has {name}, for which this model has no place")
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        """True. Raises CheckpointError if a weight that the config ties to another is stored with other values."""
+        if other not in self.files or not torch.equal(self.files.tensor(name), self.files.tensor(other)):
+            raise CheckpointError(f"{name} is not {other} in the checkpoint, to which its config ties it")
+        return True
 
     def _stored_shape(self, name: str, expected: tuple[int, ...], used: set[str]) -> tuple[int, ...]:
         where, _, which = name.rpartition(".")
@@ -195,11 +202,15 @@ class QuantizedFiles:
         if where not in self.experts:
             return self._module(where, weight.dtype)
         parts = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
-        experts = []
+        whole: list[Tensor] = []
         for expert in range(self.experts[where]):
             pieces = [self._module(f"{where}.{expert}.{part}", weight.dtype) for part in parts]
-            experts.append([torch.cat(same) for same in zip(*pieces, strict=True)])
-        codes, scales, zeros = (torch.stack(same) for same in zip(*experts, strict=True))
+            for i, same in enumerate(zip(*pieces, strict=True)):
+                if expert == 0:  # written into at once: codes of a layer are a byte each, and large
+                    rows = sum(len(piece) for piece in same)
+                    whole.append(same[0].new_empty(self.experts[where], rows, same[0].shape[-1]))
+                torch.cat(same, out=whole[i][expert])
+        codes, scales, zeros = whole
         return codes, scales, zeros
 
     def _module(self, module: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

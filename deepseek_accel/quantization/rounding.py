@@ -123,10 +123,12 @@ def round_for(
     """weight [E, N, K] fp32, hessian [E, K, K], trusted [E] -> uint8 codes, fp32 scales, uint8 zeros.
 
     Weights that are not trusted, having met too few tokens for their H to mean anything, are rounded to nearest.
-    dtype: scales are values of it. Raises ValueError where a weight is not finite.
+    dtype: scales are values of it. Raises ValueError where a weight or H is not finite.
     """
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("the weight holds a NaN or an infinity")
+    if not bool(torch.isfinite(hessian).all()):
+        raise ValueError("its inputs, or their squares in fp32, hold a NaN or an infinity")
     scales, zeros = clipped_ranges(weight, hessian, trusted, group_size, dtype)
     size = weight.shape[-1]
     codes = snap(weight, per_column(scales, size, group_size), per_column(zeros, size, group_size))

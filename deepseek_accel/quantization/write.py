@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, PlanError
 from ..ops.int4 import why_no_group_size
-from .blocks import TARGETS, is_named
+from .blocks import TARGETS, check_request, is_named
 from .calibration import AwqCalibration, rescale
 from .files import INDEX, WHOLE, TensorFiles, local_config, read_json
 from .layout import to_awq, why_not_stored
@@ -130,12 +130,14 @@ def write_quantized(
         raise PlanError(reason)
     if calibration is not None and calibration.group_size != group_size:
         raise PlanError(f"the calibration is for groups of {calibration.group_size}, not {group_size}")
+    check_request(targets, skip)
     check_output(source, out)
     config = local_config(str(source))
     if (known := getattr(config, "quantization_config", None)) is not None:
         method = known.get("quant_method") if isinstance(known, dict) else known.quant_method
         raise CheckpointError(f"{str(source)!r} is quantised already, as {method}; quantise a 16-bit checkpoint")
     files = TensorFiles(source)
+    _check_names(files, calibration, skip)
     target = Path(out)
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -150,6 +152,26 @@ def write_quantized(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return done
+
+
+def _check_names(files: TensorFiles, calibration: AwqCalibration | None, skip: Collection[str]) -> None:
+    """Raises PlanError for a pattern of `skip` that names nothing, CheckpointError for a calibrated weight that the
+    checkpoint does not hold under the model's name."""
+    modules, parameters = set(), set()
+    for name in files.names():
+        modules.add(name.rpartition(".")[0])
+        parameters.add(name)
+        if (match := WEIGHT.fullmatch(name)) and match["expert"] is not None:
+            stacked = "down_proj" if match["which"] == "down" else "gate_up_proj"
+            parameters.add(f"{match['mlp']}.experts.{stacked}")
+        elif match := STACKED.fullmatch(name):
+            where, parts = name.rpartition(".")[0], ("down",) if match["which"] == "down" else ("gate", "up")
+            modules |= {f"{where}.{expert}.{part}_proj" for expert in range(files.shape(name)[0]) for part in parts}
+    for pattern in skip:
+        if not any(is_named(module, [pattern]) for module in modules):
+            raise PlanError(f"skip names {pattern!r}, which no module of the checkpoint is called")
+    if calibration is not None and (missing := (calibration.names | calibration.rescaled_names) - parameters):
+        raise CheckpointError(f"the calibration is of another model: the checkpoint has no {min(missing)}")
 
 
 def _write(

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from deepseek_accel import optimize
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import relative_error, tiny_model
 from deepseek_accel.versions import cache_argument
 

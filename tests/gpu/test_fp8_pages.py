@@ -15,7 +15,7 @@ from deepseek_accel.ops.choice import why_not_triton
 from deepseek_accel.ops.fp8 import CODES, decode_heads, decode_latents, encode_heads, encode_latents, quantize
 from deepseek_accel.ops.gqa_attention import GroupedCase
 from deepseek_accel.ops.mla_attention import LatentCase
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import tiny_model
 from deepseek_accel.versions import cache_argument
 

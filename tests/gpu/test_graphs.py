@@ -20,7 +20,7 @@ from deepseek_accel.cache import paged_cache
 from deepseek_accel.generation.graphs import StepGraphs
 from deepseek_accel.generation.prompt_graphs import size_class
 from deepseek_accel.ops.choice import why_not_triton
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import picture, tiny_model
 from deepseek_accel.versions import cache_argument
 

@@ -7,7 +7,7 @@ from deepseek_accel import optimize, report
 from deepseek_accel.cache import paged_cache
 from deepseek_accel.generation.join_graphs import join_class
 from deepseek_accel.ops.choice import why_not_triton
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import tiny_model
 from deepseek_accel.versions import cache_argument
 

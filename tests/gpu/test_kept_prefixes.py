@@ -10,7 +10,7 @@ import torch
 from deepseek_accel import optimize, report
 from deepseek_accel.cache import forget_prefixes
 from deepseek_accel.ops.choice import why_not_triton
-from deepseek_accel.passes import PASSES
+from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import tiny_model
 from deepseek_accel.versions import cache_argument
 

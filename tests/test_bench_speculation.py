@@ -1,0 +1,38 @@
+"""Ranking drafts, and what speculating gains where guesses are right by a draw."""
+
+import json
+
+import pytest
+
+from deepseek_accel import cli
+from deepseek_accel.bench import speculation, tables
+from deepseek_accel.bench.shapes import Point
+from deepseek_accel.errors import AccelError
+
+
+def test_acceptance_is_what_was_forced():
+    result = speculation.run("tiny", [Point(1, 32), Point(2, 16)], [3], [0.0, 1.0], 41, "cpu")
+    never, always = result["rows"][0::2], result["rows"][1::2]
+    assert [row["tokens_per_step"] for row in never] == [1.0, 1.0]
+    assert all(row["tokens_per_step"] == 4.0 for row in always)  # a token of the prompt, then ten steps of four
+    assert all(row["check_ms"] > row["plain_ms"] * 0.3 > 0 for row in result["rows"])
+    assert len(tables.speculation_table(result).rows) == 4
+    for bad in ({"drafts": [0]}, {"drafts": [9]}, {"acceptances": [1.5]}, {"new_tokens": 8}):
+        fields = {"drafts": [3], "acceptances": [0.5], "new_tokens": 64} | bad
+        with pytest.raises(AccelError):
+            speculation.run(
+                "tiny", [Point(1, 32)], fields["drafts"], fields["acceptances"], fields["new_tokens"], "cpu"
+            )
+
+
+def test_drafts_are_ranked(capsys):
+    words = ["drafts", "tiny", "nonsense", "ngram", "tiny-draft", "--prompts", "2", "--new-tokens", "40"]
+    assert cli.main([*words, "--device", "cpu", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["draft"] for row in rows][-1] == "nonsense" and "not a directory" in rows[-1]["detail"]
+    gains = [row["predicted_speed_up"] for row in rows[:2]]
+    assert gains == sorted(gains, reverse=True) and all(0 < row["acceptance"] < 1 for row in rows[:2])
+    assert {row["draft"]: row["parameters"] for row in rows}["tiny-draft"] == 656_000
+    assert cli.main(["drafts", "tiny", "nonsense", "--device", "cpu"]) == 1
+    assert cli.main(["drafts", "no-such-model", "ngram"]) == 2
+    assert cli.main(["bench", "speculation", "--drafts", "three"]) == 2
