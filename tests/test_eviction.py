@@ -1,12 +1,13 @@
 """Caches that evict: what is held, what it costs, what may be taken back, and that all paths agree."""
 
 import copy
+import pickle
 import weakref
 
 import pytest
 import torch
 
-from deepseek_accel import AccelError, CacheFullError, OptimizeConfig, PlanError, optimize, plan, report
+from deepseek_accel import AccelError, CacheFullError, OptimizeConfig, PlanError, optimize, plan, report, restore
 from deepseek_accel.cache import Entropy, TopAttention, Window, paged_cache
 from deepseek_accel.cache.eviction import divide_by_reach, reach_profile
 from deepseek_accel.generation import decode
@@ -299,6 +300,21 @@ def test_recording_keeps_everything_until_the_crop(models):
     cache.crop(-20)
     assert cache.length == 40 and cache.tokens_held == [20] * 3
     assert tokens_of(cache)[0] == [[0, 1, *range(22, 40)]]
+
+
+def test_an_attention_that_knows_of_no_eviction():
+    model, ids = optimize(tiny_model("llama"), {"attention": {}, "kv_cache": {}}), prompt(1, 60)
+    cache = paged_cache(model, PAGE, eviction=Window(2, 18))
+    with pytest.raises(ValueError, match="holds nothing"):
+        cache.budgets()
+    feed(model, cache, ids)
+    state = tokens_of(cache)
+    with pytest.raises(RuntimeError, match="unpickled"):
+        feed(model, pickle.loads(pickle.dumps(cache)), ids[:, :3])
+    restore(model)
+    with pytest.raises(RuntimeError, match="was restored"):
+        feed(model, cache, ids[:, :3])
+    assert tokens_of(cache) == state and cache.length == 60
 
 
 class Uneven(Window):

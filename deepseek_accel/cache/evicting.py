@@ -170,6 +170,14 @@ class EvictingLayer(PagedLayer):
         super().lazy_initialization(key_states, value_states)
         self.kept.begin(self.pool)
 
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self._reader.reads_pages():
+            raise RuntimeError(
+                "a cache that evicts met an attention that does not know which tokens are held: the model was "
+                "restored, or the cache unpickled. Nothing was changed; make a new cache."
+            )
+        return super().update(key_states, value_states, *args, **kwargs)
+
     def append(self, rows: int, count: int) -> tuple[Pages, torch.Tensor]:
         self._extend(rows, count)
         return self._pages(), self._slots
@@ -261,7 +269,9 @@ class EvictingCache(PagedCache):
         return self._eviction.layers
 
     def budgets(self) -> list[int]:
-        """Tokens each layer may hold per row. If that was not decided yet, it is now."""
+        """Tokens each layer may hold per row. If that was not decided yet, it is now. ValueError if nothing is held."""
+        if not self.length:
+            raise ValueError("a cache that holds nothing has not divided its budget among layers yet")
         return self._eviction.budgets()
 
     def reserve(self, stop: int, ahead: int = 0) -> int:
