@@ -109,8 +109,13 @@ def place(model: Any, device: Any) -> None:
 
 def quantize(arguments: argparse.Namespace) -> int:
     from .bench import tables
+    from .errors import PlanError
     from .quantization.write import write_quantized
 
+    if arguments.method == "rtn" and (arguments.text or arguments.calibration or arguments.no_feedback):
+        raise PlanError("`--method rtn` rounds to nearest: --text, --calibration and --no-feedback do nothing there")
+    if not arguments.shard_gb > 0:
+        raise PlanError(f"--shard-gb must be above 0, got {arguments.shard_gb:g}")
     calibration = _calibrate(arguments) if arguments.method == "awq" else None
     written = write_quantized(
         arguments.model_dir,
@@ -146,15 +151,13 @@ def _calibrate(arguments: argparse.Namespace) -> Any:
     from .bench.environment import resolve_device
     from .errors import PlanError
     from .quantization.awq import calibrate_awq
-    from .quantization.files import TensorFiles, local_config
     from .quantization.text import windows
-    from .quantization.write import check_output
+    from .quantization.write import open_source
 
     if not arguments.text:
         raise PlanError("AWQ needs text: `--text FILE ...`, of the kind the model will see. Or `--method rtn`.")
-    check_output(arguments.model_dir, arguments.out_dir)
-    local_config(arguments.model_dir)
-    TensorFiles(arguments.model_dir)
+    targets = arguments.targets.split(",")
+    open_source(arguments.model_dir, arguments.out_dir, arguments.group_size, targets, arguments.skip)
     device = resolve_device(arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_dir)
     data = windows(arguments.text, tokenizer, arguments.samples)
@@ -163,7 +166,7 @@ def _calibrate(arguments: argparse.Namespace) -> Any:
         model,
         data,
         group_size=arguments.group_size,
-        targets=arguments.targets.split(","),
+        targets=targets,
         skip=arguments.skip,
         feedback=not arguments.no_feedback,
         folder=arguments.calibration or f"{arguments.out_dir.rstrip('/')}.calibration",

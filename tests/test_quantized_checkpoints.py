@@ -388,6 +388,24 @@ def test_what_cannot_be_written(sources, written, tmp_path):
         load_quantized(written / "llama", dtype="int8")
 
 
+def test_the_command_refuses_before_it_loads_a_model(sources, tmp_path, capsys, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")
+    text = tmp_path / "text"
+    text.write_text("some words")
+    command = ["quantize", str(sources / "deepseek_v3"), str(tmp_path / "out")]
+    for options, message in (
+        (["--text", str(text), "--group-size", "64"], "cannot be stored: its 32 inputs"),
+        (["--text", str(text), "--group-size", "32", "--skip", "up_porj"], "skip names 'up_porj'"),
+        (["--text", str(text), "--method", "rtn"], "--text, --calibration and --no-feedback do nothing"),
+        (["--method", "rtn", "--shard-gb", "0"], "--shard-gb must be above 0"),
+    ):
+        assert cli.main([*command, *options]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_calibration_whose_weights_have_other_names_is_refused(tmp_path):
     model = tiny_model("llama").to(torch.bfloat16)
     calibration = calibrate_awq(model, [IDS], group_size=GROUP)

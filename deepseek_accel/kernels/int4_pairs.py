@@ -175,7 +175,7 @@ def launch(
     group_size: int,
     blocks: tuple[Blocks, Blocks] | None = None,
 ) -> None:
-    """Into out [T, D]; the rest as in `ops.int4_linear.mixture`, indices and weights contiguous."""
+    """Into out [T, D]; the rest as in `ops.int4_experts.int4_mixture`, indices and weights contiguous."""
     num_tokens, top_k = indices.shape
     num_experts, size = down[0].shape[:2]
     gate, up, shared_down = (gate_up, gate_up, down) if shared is None else shared

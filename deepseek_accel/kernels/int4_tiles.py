@@ -273,8 +273,8 @@ def launch_experts(
     group_size: int,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> None:
-    """Into out [T, D]; the rest as in `ops.int4_linear.mixture`, indices and weights contiguous. With shared experts
-    `intermediate` is a multiple of the group size."""
+    """Into out [T, D]; the rest as in `ops.int4_experts.int4_mixture`, indices and weights contiguous. With shared
+    experts `intermediate` is a multiple of the group size."""
     num_tokens, top_k = indices.shape
     num_experts, size = down[0].shape[:2]
     gate, up, shared_down = (gate_up, gate_up, down) if shared is None else shared

@@ -172,7 +172,10 @@ class AwqCalibration:
             opened._layer(number)
         return opened
 
-    def __reduce__(self) -> Any:  # open files do not travel; deepcopy and pickle of a model carry its configuration
+    def __deepcopy__(self, memo: Any) -> AwqCalibration:  # of a model, which carries it; nothing writes to it
+        return self
+
+    def __reduce__(self) -> Any:  # open files do not travel; pickle of a model carries its configuration
         return AwqCalibration, (self._index, self._layers, self._folder)
 
     def __eq__(self, other: object) -> bool:

@@ -227,7 +227,10 @@ class QuantizedFiles:
     def rescaled(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
 
-    def __reduce__(self) -> Any:  # open files do not travel; deepcopy and pickle of a model carry its configuration
+    def __deepcopy__(self, memo: Any) -> QuantizedFiles:  # of a model, which carries it; nothing writes to it
+        return self
+
+    def __reduce__(self) -> Any:  # open files do not travel; pickle of a model carries its configuration
         return QuantizedFiles, (str(self.files.directory), str(self.device))
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, PlanError
@@ -110,6 +111,34 @@ def check_output(source: str | Path, out: str | Path) -> None:
         raise PlanError("the output directory is the model's own")
 
 
+def open_source(
+    source: str | Path, out: str | Path, group_size: int, targets: Collection[str], skip: Collection[str]
+) -> tuple[TensorFiles, Any, set[str]]:
+    """The files, the config and the names of the model's parameters. Raises as `write_quantized` for everything that
+    can be known without reading a weight, which is before a calibration takes its hours."""
+    if (reason := why_no_group_size(group_size)) is not None:
+        raise PlanError(reason)
+    check_request(targets, skip)
+    check_output(source, out)
+    config = local_config(str(source))
+    if (known := getattr(config, "quantization_config", None)) is not None:
+        method = known.get("quant_method") if isinstance(known, dict) else known.quant_method
+        raise CheckpointError(f"{str(source)!r} is quantised already, as {method}; quantise a 16-bit checkpoint")
+    files = TensorFiles(source)
+    modules, parameters = set(), set()
+    for name in files.names():
+        modules.add(name.rpartition(".")[0])
+        parameters.add(name)
+        for part in _parts(name, torch.empty(files.shape(name), device="meta"), config):
+            modules.add(part.module)
+            parameters.add(part.parameter)
+            _why_kept(part, targets, skip, group_size)
+    for pattern in skip:
+        if not any(is_named(module, [pattern]) for module in modules):
+            raise PlanError(f"skip names {pattern!r}, which no module of the checkpoint is called")
+    return files, config, parameters
+
+
 def write_quantized(
     source: str | Path,
     out: str | Path,
@@ -126,18 +155,11 @@ def write_quantized(
     `out` appears when it is whole. Raises PlanError for wrong arguments, CheckpointError for a checkpoint that is
     damaged, quantised already, or does not fit the calibration.
     """
-    if (reason := why_no_group_size(group_size)) is not None:
-        raise PlanError(reason)
     if calibration is not None and calibration.group_size != group_size:
         raise PlanError(f"the calibration is for groups of {calibration.group_size}, not {group_size}")
-    check_request(targets, skip)
-    check_output(source, out)
-    config = local_config(str(source))
-    if (known := getattr(config, "quantization_config", None)) is not None:
-        method = known.get("quant_method") if isinstance(known, dict) else known.quant_method
-        raise CheckpointError(f"{str(source)!r} is quantised already, as {method}; quantise a 16-bit checkpoint")
-    files = TensorFiles(source)
-    _check_names(files, calibration, skip)
+    files, config, parameters = open_source(source, out, group_size, targets, skip)
+    if calibration is not None and (missing := (calibration.names | calibration.rescaled_names) - parameters):
+        raise CheckpointError(f"the calibration is of another model: the checkpoint has no {min(missing)}")
     target = Path(out)
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -152,26 +174,6 @@ def write_quantized(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return done
-
-
-def _check_names(files: TensorFiles, calibration: AwqCalibration | None, skip: Collection[str]) -> None:
-    """Raises PlanError for a pattern of `skip` that names nothing, CheckpointError for a calibrated weight that the
-    checkpoint does not hold under the model's name."""
-    modules, parameters = set(), set()
-    for name in files.names():
-        modules.add(name.rpartition(".")[0])
-        parameters.add(name)
-        if (match := WEIGHT.fullmatch(name)) and match["expert"] is not None:
-            stacked = "down_proj" if match["which"] == "down" else "gate_up_proj"
-            parameters.add(f"{match['mlp']}.experts.{stacked}")
-        elif match := STACKED.fullmatch(name):
-            where, parts = name.rpartition(".")[0], ("down",) if match["which"] == "down" else ("gate", "up")
-            modules |= {f"{where}.{expert}.{part}_proj" for expert in range(files.shape(name)[0]) for part in parts}
-    for pattern in skip:
-        if not any(is_named(module, [pattern]) for module in modules):
-            raise PlanError(f"skip names {pattern!r}, which no module of the checkpoint is called")
-    if calibration is not None and (missing := (calibration.names | calibration.rescaled_names) - parameters):
-        raise CheckpointError(f"the calibration is of another model: the checkpoint has no {min(missing)}")
 
 
 def _write(
@@ -241,7 +243,7 @@ def _parts(name: str, tensor: Tensor, config: Any) -> Iterator[_Part]:
                 yield _Part(f"{where}.{expert}.{which}_proj.weight", weight[rows].clone(), expert, name, rows)
 
 
-def _why_kept(part: _Part, targets: tuple[str, ...], skip: tuple[str, ...], group_size: int) -> str | None:
+def _why_kept(part: _Part, targets: Collection[str], skip: Collection[str], group_size: int) -> str | None:
     """Why a matrix stays in 16 bits, None if it does not, "" or "skip" if that was asked for."""
     target = "experts" if "experts." in part.name else "mlp"
     if target not in targets:
