@@ -21,6 +21,7 @@ from deepseek_accel import (
     OptimizeConfig,
     PlanError,
     calibrate_gates,
+    families,
     models,
     optimize,
     plan,
@@ -28,6 +29,7 @@ from deepseek_accel import (
     restore,
 )
 from deepseek_accel.bench import gating
+from deepseek_accel.gating.sensitivity import fingerprint
 from deepseek_accel.ops.adaptive_topk import BATCH_TOKENS, CASES, Drop, drop_experts
 from deepseek_accel.ops.router import norm_route, norm_route_reference
 from deepseek_accel.testing import picture, tiny_config, tiny_model
@@ -429,6 +431,19 @@ def test_offloaded_weights(sensitivity):
         with pytest.raises(PlanError, match="other weights"):
             optimize(model, (AdaptiveTopK(sensitivity=other_fingerprint(sensitivity)),))
     assert torch.equal(*outputs) and calibrate_gates(model, [ids]) == alone
+
+
+def test_the_fingerprint_is_that_of_the_checkpoint_in_any_dtype():
+    model = tiny_model("deepseek_v2").to(torch.bfloat16)
+    with torch.no_grad():  # 1.7e-7 is half lost in fp16, 1e5 is infinite there
+        model.get_input_embeddings().weight.view(-1)[:3] = torch.tensor([1.7e-7, -1e-6, 1e5])
+    family, found = families.find(model), set()
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16, torch.float16):
+        found.add(fingerprint(model.to(dtype), family))
+    assert len(found) == 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight.view(-1)[0] = 0.5
+    assert fingerprint(model, family) not in found
 
 
 def other_fingerprint(known):

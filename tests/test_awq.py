@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from deepseek_accel import (
+    AdaptiveTopK,
     AwqCalibration,
     CheckpointError,
     MixedPrecision,
     PlanError,
     calibrate_awq,
+    calibrate_gates,
     models,
     optimize,
     restore,
@@ -220,6 +222,24 @@ def test_scales_lower_the_error_where_inputs_differ(monkeypatch):
     assert not plain.rescaled_names
     gain = [a["output_snr_db"] - b["output_snr_db"] for a, b in zip(scaled.rows, plain.rows, strict=True)]
     assert min(gain) > 0.3, gain
+
+
+def test_adaptive_topk_follows_the_scales():
+    """The router's input is divided by them, and the slope was measured on what it was."""
+    model = outliers()
+    calibration, found = calibrate_awq(model, DATA, group_size=GROUP, feedback=False), calibrate_gates(model, DATA)
+    feelings = []
+    for others in ((), (MixedPrecision(group_size=GROUP, calibration=calibration),)):
+        optimize(model, (*others, AdaptiveTopK(0.5, sensitivity=found)))
+        gates = {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
+        shifts = {name: calibration.shifts(f"{name}.weight")[0] for name in gates}
+        assert all(shift is not None and shift.any() for shift in shifts.values())
+        for name, gate in gates.items():
+            x = torch.randn(5, gate.weight.shape[1], generator=torch.Generator().manual_seed(0))
+            x = x * torch.exp2(-shifts[name].float()) if others else x
+            feelings.append(gate.forward.keywords["dropping"].on(x.device).feeling(x))
+        restore(model)
+    assert torch.equal(torch.cat(feelings[: len(gates)]), torch.cat(feelings[len(gates) :]))
 
 
 def test_clipping_and_feedback_each_lower_the_error(monkeypatch):

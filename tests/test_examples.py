@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepseek_accel import report
 from deepseek_accel.models import path
 
 ROOT = Path(__file__).parents[1]
@@ -125,3 +127,15 @@ def test_a_corpus_is_built_and_a_checkpoint_of_the_bundled_layout_trained(exampl
     assert {key.split(".")[2] for key in loading["unexpected_keys"]} == {"5"}  # the MTP layer
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias
     assert bias.dtype == torch.float32 and bias.abs().max() > 0
+
+
+def test_the_code_of_the_readme_runs_from_top_to_bottom(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # it calibrates on README.md
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    names: dict[str, object] = {}
+    placeholder = "load_quantized("
+    for block in blocks:
+        exec("\n".join(line for line in block.splitlines() if placeholder not in line), names)
+    assert "deepseek_v3: optimized" in capsys.readouterr().out
+    assert [p["status"] for p in report(names["model"]).passes] == ["applied"] * 3

@@ -198,8 +198,8 @@ def _brought(module: Any) -> Iterator[None]:
 def fingerprint(model: Any, family: Any) -> str:
     """Names a model by what its routers and its embedding hold, whatever dtype and device it was loaded with.
 
-    Samples are rounded to bf16 first: a checkpoint stored in bf16 gives the same in fp32, fp16 (but for values beyond
-    its range) and bf16. Routed experts are not looked at, so that a quantised model is still the same.
+    Samples are brought to what fp16 holds, and rounded to bf16: a checkpoint stored in bf16 gives the same in fp32,
+    fp16 and bf16. Routed experts are not looked at, so that a quantised model is still the same.
     """
     seen = hashlib.sha256(family.model_type.encode())
     gates = routers(model, family)
@@ -208,7 +208,9 @@ def fingerprint(model: Any, family: Any) -> str:
     for module in (model.get_input_embeddings(), *gates):
         with _brought(module):
             flat = module.weight.detach().reshape(-1)
-            samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
+            samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.float32)
+        # fp16 has no larger numbers, and fewer digits for the smallest
+        samples = samples.clamp(-65504, 65504).masked_fill(samples.abs() < 2**-14, 0.0).bfloat16().contiguous()
         seen.update(repr(tuple(module.weight.shape)).encode())
         seen.update(samples.view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()[:32]

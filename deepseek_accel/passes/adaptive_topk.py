@@ -174,9 +174,7 @@ class AdaptiveTopK(Pass):
             slope, offset = torch.zeros(size), torch.zeros(num_experts)
             if sensitivity is not None:
                 slope, offset = sensitivity.rule(number, self.method, temper_of(self.target))
-            if (
-                stretch is not None
-            ):  # the scales of an AWQ calibration are in the norm: what the router reads is divided
+            if stretch is not None:  # an AWQ calibration's scales are in the norm: what the router reads is divided
                 slope = slope * stretch.to(slope.device)
             drop = Drop(
                 slope.to(device, copy=True),
