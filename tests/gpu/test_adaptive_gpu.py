@@ -120,7 +120,8 @@ def test_whole_models(family, dtype):
             if dtype == torch.float32 and (budget is None or rows > 1):
                 assert torch.equal(graphs, loop)
             assert 1 <= facts.gating["experts_per_token"] < 4 or budget
-            assert all(0 < value <= 4 * rows for value in facts.gating["experts_read_per_step_by_layer"])
+            # the prompt, of at most 51 tokens, is a step too: all 16 experts
+            assert all(0 < value <= 16 for value in facts.gating["experts_read_per_step_by_layer"])
 
 
 def test_a_model_that_moves_takes_its_rule_along():
