@@ -18,9 +18,10 @@ from ..families.base import Family
 from ..ops.choice import prebuild, why_not_triton
 from ..versions import cache_argument
 from ..watch import count
-from .graphs import POSTS, GraphRun, NoRoom, StepGraphs
+from .graphs import StepGraphs
 from .join_graphs import GRAPH_TOKENS, joins
 from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, is_packed, read_model
+from .loop_steps import Board, EagerSteps, GraphSteps, side_by_side
 from .prefill import entry_sizes, even_slices, prefill
 from .prompt_graphs import size_class
 from .reuse import Reuse, begin_reuse
@@ -28,10 +29,6 @@ from .sampling import MAX_EOS_TOKENS, choice_of, draw
 from .step import Stepper
 
 SPECULATES_NOT = "speculative: stock loop"
-AHEAD = 64
-"""Tokens per row for which pages are taken at once."""
-
-
 EVICTING_PIECE = 4096
 """Prompt tokens between which a cache that evicts makes room: it holds its budget and this many at most."""
 BUILD_TOKENS = 8192
@@ -451,12 +448,12 @@ class _Sampling:
         if graphs is None or (reason := reason or why_no_graph(graphs, batch, logits.device)) is not None:
             if graphs is not None:
                 count(self.loop.counters, f"cuda_graphs: eager loop ({reason})")
-            return self._loop(input_ids, logits, _EagerSteps(self.stepper, cache, positions, starts))
+            return self._loop(input_ids, logits, EagerSteps(self.stepper, cache, positions, starts))
         run = None
         try:
             simple = self._ends_simply() and not self._keeps_scores()
             choice = choice_of(self.processors, self._samples()) if simple else None
-            eager = _EagerSteps(self.stepper, cache, positions, starts)
+            eager = EagerSteps(self.stepper, cache, positions, starts)
             try:
                 run = graphs.run(self.stepper, batch, cache, starts or [0] * batch, choice)
             except torch.OutOfMemoryError:
@@ -465,7 +462,7 @@ class _Sampling:
                 return self._loop(input_ids, logits, eager)
             # a graph that does not choose needs no end tokens, and there may be more than it has room for
             eos = [] if choice is None else self._eos()
-            steps = _GraphSteps(run, eager, eos, self._pad(), self._samples(), self.loop.counters)
+            steps = GraphSteps(run, eager, eos, self._pad(), self._samples(), self.loop.counters)
             return self._loop(input_ids, logits, steps)
         finally:
             if run is not None:
@@ -475,7 +472,7 @@ class _Sampling:
     def _loop(self, input_ids: torch.Tensor, logits: torch.Tensor, steps: Any) -> tuple[torch.Tensor, int]:
         """Choose, look whether that ends it, step; on a GPU look after the next step is launched."""
         lags = logits.device.type == "cuda"
-        board: Any = _Board(logits.device, logits.shape[0])
+        board: Any = Board(logits.device, logits.shape[0])
         unfinished = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
         needs_ids = not self._ends_simply() or len(self.processors) > 0
         columns: list[torch.Tensor] = []
@@ -504,7 +501,7 @@ class _Sampling:
         self._count(taken, "layers: fused step", self._absorbed)
         if taken and steps.counter:
             self.loop.counters[steps.counter] += taken
-        return torch.cat((input_ids, _side_by_side(columns, input_ids)), 1), taken
+        return torch.cat((input_ids, side_by_side(columns, input_ids)), 1), taken
 
     def _read(self, board: Any, columns: list[torch.Tensor]) -> bool:
         """Take the oldest tokens from the board, for the result and the streamer; whether any row goes on."""
@@ -602,121 +599,3 @@ class _Sampling:
         for what, each in counted.items():
             if times * each:
                 self.loop.counters[what] += times * each
-
-
-def _side_by_side(columns: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Tokens [B], the first on like's device and the others there or all on the host, as [B, columns]."""
-    first, rest = columns[0].unsqueeze(1), columns[1:]
-    return torch.cat((first, torch.stack(rest, 1).to(like.device)), 1) if rest else first
-
-
-class _Board:
-    """Where the device leaves each step's tokens and whether to go on, for the host to read without stopping it."""
-
-    def __init__(self, device: torch.device, batch: int) -> None:
-        self._posts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]] = []
-        self._pinned: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if device.type == "cuda":
-            self._pinned = [
-                (
-                    torch.empty(batch, dtype=torch.int64, pin_memory=True),
-                    torch.empty(1, dtype=torch.bool, pin_memory=True),
-                )
-                for _ in range(2)
-            ]
-
-    def post(self, tokens: torch.Tensor, running: torch.Tensor) -> None:
-        """tokens [B], running [1] bool, on the device."""
-        if not self._pinned:
-            self._posts.append((tokens, tokens, running, None))
-            return
-        kept = self._pinned[0]
-        self._pinned.reverse()
-        kept[0].copy_(tokens, non_blocking=True)
-        kept[1].copy_(running, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(tokens.device))  # the current device may be another one
-        self._posts.append((tokens, *kept, event))
-
-    def read(self, wants_tokens: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-        """The oldest post: tokens where they are, a copy of them on the host if wanted, whether any row goes on."""
-        tokens, on_host, running, event = self._posts.pop(0)
-        if event is not None:
-            event.synchronize()
-        return tokens, (on_host.clone() if wants_tokens else None), bool(running)
-
-
-class _EagerSteps:
-    """Steps launched one op after the other."""
-
-    chooses, counter = False, ""
-
-    def __init__(self, stepper: Stepper, cache: Any, positions: torch.Tensor, starts: list[int] | None) -> None:
-        self.stepper, self.cache, self.positions, self.starts = stepper, cache, positions, starts
-
-    def step(self, tokens: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
-        logits = self.stepper.step(tokens, self.positions, self.cache, self.starts)
-        self.positions = self.positions + 1
-        return logits
-
-    def take_back(self) -> None:
-        """The last step does not stand. Its entries are dropped when the cache is committed."""
-
-
-class _GraphSteps:
-    """Steps that are replays of a graph, or launched one by one if there is no memory to capture it."""
-
-    def __init__(
-        self,
-        run: GraphRun,
-        eager: _EagerSteps,
-        eos: list[int],
-        pad: torch.Tensor,
-        samples: bool,
-        counters: Counter[str],
-    ) -> None:
-        self.run, self.eager, self.eos, self.pad, self.counters = run, eager, eos, pad, counters
-        self.chooses, self.counter = run.choice is not None, "cuda_graphs: replays"
-        self.length = self.reserved = run.cache.length
-        self._generator = torch.cuda.default_generators[run.buffers.tokens.device.index] if samples else None
-        self._offset: int | None = None
-        self._begun = self._without = False
-        self._events = [torch.cuda.Event() for _ in range(POSTS)]
-        self._launched = self._read = 0
-
-    def read(self, wants_tokens: bool) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-        """As `_Board.read`, of what the graph itself posts."""
-        self._events[self._read % POSTS].synchronize()
-        post = self.run.buffers.posts[self._read % POSTS].clone()
-        self._read += 1
-        tokens = post[: self.run.batch]
-        return tokens, tokens, bool(post[-1])
-
-    def step(self, tokens: torch.Tensor, unfinished: torch.Tensor) -> torch.Tensor:
-        if self._without:
-            return self.eager.step(tokens, unfinished)
-        if self.length + 1 > self.reserved:
-            self.reserved = self.run.cache.reserve(self.length + 1, AHEAD)
-        if not self._begun:
-            try:
-                self.run.begin(tokens, self.eager.positions, unfinished, self.eos, self.pad)
-                self.run.capture()
-            except NoRoom:  # nothing has run yet; without a graph a step takes less
-                self.counters["cuda_graphs: eager loop (out of memory)"] += 1
-                self._without, self.chooses, self.counter = True, False, ""
-            self._begun = True
-            if self._without:
-                self.run.cache.commit(self.length)
-                return self.eager.step(tokens, unfinished)
-        self.length += 1
-        if self._generator is not None and self.chooses:
-            self._offset = self._generator.get_offset()
-        logits = self.run.step(None if self.chooses else tokens)
-        self._events[self._launched % POSTS].record(torch.cuda.current_stream(logits.device))
-        self._launched += 1
-        return logits
-
-    def take_back(self) -> None:
-        """The last step does not stand: nor do the random numbers it drew."""
-        if self._offset is not None and self._generator is not None:
-            self._generator.set_offset(self._offset)

@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from ..cache.entries import Entries
 from ..ops.choice import uses_triton
 from ..ops.key_mass import KeyScores
+from .loop_steps import AHEAD
 from .ragged_graphs import RaggedGraphs
 from .reach import Reach
 from .step import Place, Stepper, head_step
-
-AHEAD = 64
-"""Tokens per row for which pages are taken at once."""
 
 
 class RaggedRows:
