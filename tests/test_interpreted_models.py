@@ -128,6 +128,7 @@ print("ok", error, counters)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
     "arguments",
