@@ -196,8 +196,9 @@ def bench_generate(arguments: argparse.Namespace) -> int:
         peers=arguments.peers,
         soak=arguments.soak,
         adaptive=tuple(arguments.adaptive.split(",")) if arguments.adaptive else (),
+        int4=arguments.int4,
     )
-    variants = len(options.configs()) + len(options.adaptive)
+    variants = len(options.configs()) + len(options.adaptive) + options.int4 * (1 + len(options.adaptive))
     loads = 1 + bool(options.adaptive)
     with tables.progress(loads + len(options.points) * variants + options.peers) as step:
         result = generate.run(options, step)
@@ -482,6 +483,9 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
         "--adaptive",
         metavar="TARGET,...",
         help="also AdaptiveTopK: 0.75, with a batch budget 0.75@8, or top1; routers calibrated on random tokens",
+    )
+    command.add_argument(
+        "--int4", action="store_true", help="also MixedPrecision, rounded to nearest, and so each adaptive variant"
     )
     command.add_argument("--ablate", action="store_true", help="also each pass alone")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
