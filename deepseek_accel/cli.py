@@ -200,7 +200,7 @@ def bench_generate(arguments: argparse.Namespace) -> int:
     variants = len(options.configs()) + len(options.adaptive)
     loads = 1 + bool(options.adaptive)
     with tables.progress(loads + len(options.points) * variants + options.peers) as step:
-        result = generate.run(options, step)
+        result = generate.run(options, step, keep=_record(arguments, tables.generate_table))
     result["command"] = arguments.command_line
     _write(arguments, result)
     tables.console().print(tables.generate_table(result))
@@ -226,7 +226,7 @@ def bench_cache(arguments: argparse.Namespace) -> int:
     )
     count = len(options.points) * (len(options.variants) or len(cache.CONFIGS))
     with tables.progress(1 + count) as step:
-        result = cache.run(options, step)
+        result = cache.run(options, step, keep=_record(arguments, tables.cache_table))
     result["command"] = arguments.command_line
     _write(arguments, result)
     tables.console().print(tables.cache_table(result))
@@ -331,9 +331,11 @@ def bench_speculation(arguments: argparse.Namespace) -> int:
     result = speculation.run(
         arguments.model, Point.parse_list(arguments.points), _numbers(arguments.drafts, int),
         _numbers(arguments.acceptance, float), arguments.new_tokens, arguments.device, arguments.dtype,
+        keep=_record(arguments, tables.speculation_table),
     )  # fmt: skip
-    tables.console().print(tables.speculation_table(result))
+    result["command"] = arguments.command_line
     _write(arguments, result)
+    tables.console().print(tables.speculation_table(result))
     return 0
 
 
@@ -354,6 +356,13 @@ def _numbers(text: str, kind: Any) -> list[Any]:
         return [kind(part) for part in text.split(",")]
     except ValueError:
         raise AccelError(f"not a list of numbers: {text!r}") from None
+
+
+def _record(arguments: argparse.Namespace, table: Any) -> Any:
+    """What a bench tells its rows to while it runs."""
+    from .bench.record import Record
+
+    return Record(arguments.json, arguments.command_line, table)
 
 
 def _write(arguments: argparse.Namespace, result: dict[str, Any], draw: Any = None) -> None:
