@@ -201,7 +201,7 @@ def bench_generate(arguments: argparse.Namespace) -> int:
     variants = len(options.configs()) + len(options.adaptive) + options.int4 * (1 + len(options.adaptive))
     loads = 1 + bool(options.adaptive)
     with tables.progress(loads + len(options.points) * variants + options.peers) as step:
-        result = generate.run(options, step)
+        result = generate.run(options, step, keep=_record(arguments, tables.generate_table))
     result["command"] = arguments.command_line
     _write(arguments, result)
     tables.console().print(tables.generate_table(result))
@@ -227,7 +227,7 @@ def bench_cache(arguments: argparse.Namespace) -> int:
     )
     count = len(options.points) * (len(options.variants) or len(cache.CONFIGS))
     with tables.progress(1 + count) as step:
-        result = cache.run(options, step)
+        result = cache.run(options, step, keep=_record(arguments, tables.cache_table))
     result["command"] = arguments.command_line
     _write(arguments, result)
     tables.console().print(tables.cache_table(result))
@@ -332,9 +332,11 @@ def bench_speculation(arguments: argparse.Namespace) -> int:
     result = speculation.run(
         arguments.model, Point.parse_list(arguments.points), _numbers(arguments.drafts, int),
         _numbers(arguments.acceptance, float), arguments.new_tokens, arguments.device, arguments.dtype,
+        keep=_record(arguments, tables.speculation_table), int4=arguments.int4,
     )  # fmt: skip
-    tables.console().print(tables.speculation_table(result))
+    result["command"] = arguments.command_line
     _write(arguments, result)
+    tables.console().print(tables.speculation_table(result))
     return 0
 
 
@@ -355,6 +357,13 @@ def _numbers(text: str, kind: Any) -> list[Any]:
         return [kind(part) for part in text.split(",")]
     except ValueError:
         raise AccelError(f"not a list of numbers: {text!r}") from None
+
+
+def _record(arguments: argparse.Namespace, table: Any) -> Any:
+    """What a bench tells its rows to while it runs."""
+    from .bench.record import Record
+
+    return Record(arguments.json, arguments.command_line, table)
 
 
 def _write(arguments: argparse.Namespace, result: dict[str, Any], draw: Any = None) -> None:
@@ -434,6 +443,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--points", default="1x1024", metavar="BxP,...", help="batch x prompt tokens")
     command.add_argument("--drafts", default="1,3,5,7", metavar="N,...", help="guesses a step (default 1,3,5,7)")
     command.add_argument("--acceptance", default="0.62,0.72", metavar="A,...", help="forced (default 0.62,0.72)")
+    command.add_argument("--int4", action="store_true", help="with MixedPrecision, rounded to nearest")
     command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="per sequence (default 128)")
     _place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")

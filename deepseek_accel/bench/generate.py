@@ -12,6 +12,7 @@ import statistics
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .floor import cache_of, counted_experts, expected_experts, step_bytes
 from .measure import copy_bandwidth
+from .record import Keep, forget
 from .shapes import Point, Subject, chosen_config, load, variants
 
 STOCK = "stock"
@@ -158,11 +160,13 @@ class PointRun:
         self.noise: torch.Tensor | None = None
         self.experts: float | None = None
 
-    def run(self, step: Step) -> list[Row]:
+    def run(self, step: Step, keep: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+        """keep: told the rows that are done after each of them."""
         if not self.prepared:
             self._sample_stock()
         # On a CPU the variants take turns, so that whatever else the machine does meets all of them. On a GPU a turn
         # would capture graphs anew.
+        done: list[Row] = []
         visits = self.options.repeats if self.device.type == "cpu" else 1
         for visit in range(visits):
             for name, row in self.rows.items():
@@ -170,10 +174,12 @@ class PointRun:
                     step(f"{self.options.model} {self.point} {name}")
                 if row.status == OK:
                     self._visit(name, self.options.repeats // visits, first=visit == 0)
-        for name in self.rows:
-            self._fill(name)
-        self._ratios()
-        return list(self.rows.values())
+                if visit == visits - 1:
+                    self._fill(name)
+                    self._ratios()
+                    done.append(row)
+                    keep(done)
+        return done
 
     def _sample_stock(self) -> None:
         count = min(CHECKED_TOKENS, self.options.new_tokens)
@@ -342,10 +348,13 @@ def failed_rows(options: Options, configs: Sequence[str], error: BaseException) 
     return rows
 
 
-def run(options: Options, step: Step = lambda text: None, subject: Subject | None = None) -> dict[str, Any]:
+def run(
+    options: Options, step: Step = lambda text: None, subject: Subject | None = None, keep: Keep = forget
+) -> dict[str, Any]:
     """Measure every point; returns {"environment": ..., "rows": [...]}, ready for JSON.
 
     step: told what is measured next, once per row. subject: a model to use instead of loading `options.model`.
+    keep: told the rows so far after each of them.
     Raises AccelError on options that are wrong. A device, model or point that does not work is a row that says so.
     """
     configs = options.configs()
@@ -366,12 +375,14 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
     rows: list[Row] = []
     for point in options.points:
         try:
-            rows += PointRun(subject, point, options, configs).run(step)
+            tell = partial(_tell, keep, device, tuple(rows))
+            rows += PointRun(subject, point, options, configs).run(step, tell)
         except Exception as error:  # whatever a point does, the others are measured
             rows += failed_rows(replace(options, points=(point,)), list(configs), error)
             release(device)
     if options.int4:
-        rows = by_point(rows + packed_rows(subject, options, configs, step), options.points)
+        tell = partial(_tell, keep, device, tuple(rows))
+        rows = by_point(rows + packed_rows(subject, options, configs, step, tell), options.points)
     soaked = soak_optimized(subject, options, step) if options.soak else None
     if options.peers:
         step("vLLM on the same weights")
@@ -379,7 +390,9 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
     return _result(device, rows) | ({} if soaked is None else {"soak": soaked})
 
 
-def packed_rows(subject: Subject, options: Options, configs: dict[str, Any], step: Step) -> list[Row]:
+def packed_rows(
+    subject: Subject, options: Options, configs: dict[str, Any], step: Step, keep: Callable[[list[Row]], None]
+) -> list[Row]:
     """Rows of everything chosen, and of the adaptive variants, with weights in four bits too.
 
     Packing takes longer than measuring, so all points share one.
@@ -395,6 +408,7 @@ def packed_rows(subject: Subject, options: Options, configs: dict[str, Any], ste
             with applied(subject.model, config):
                 for point in options.points:
                     rows += PointRun(subject, point, options, {name: config}, prepared=True).run(step)
+                    keep(rows)
         except Exception as error:
             done = {(row.batch, row.prompt_length) for row in rows if row.variant == name}
             missing = [p for p in options.points if (p.batch, p.prompt_length) not in done]
@@ -471,6 +485,10 @@ def _result(device: torch.device, rows: list[Row]) -> dict[str, Any]:
     with contextlib.suppress(RuntimeError):  # a device that broke down cannot be measured
         facts["copy_bytes_per_second"] = copy_bandwidth(device)
     return {"environment": facts, "rows": [asdict(row) for row in rows]}
+
+
+def _tell(keep: Keep, device: torch.device, before: Sequence[Row], done: Sequence[Row]) -> None:
+    keep(_result(device, [*before, *done]))
 
 
 def exit_code(rows: Sequence[dict[str, Any]]) -> int:
