@@ -15,18 +15,19 @@ import torch
 from ..cache.pages import check_page_options
 from ..errors import AccelError
 from .core import CPU_BATCH, GPU_BATCH, Core
+from .incremental import IncrementalText
 from .observer import Watch
 from .preparing import applied_to, unwrapped
 from .requests import Request, Result
+from .ring import TokenizerRing
 from .settings import Draft, Options
-from .texts import Pieces, TextThreads
 
 
 class Engine:
     """Runs requests on a model that `optimize` has changed (attention, kv_cache and layers passes).
 
-    model: stays usable: `model.generate` may be called meanwhile, from any thread. tokenizer: for prompts and results as
-    text. max_batch: rows that decode at once; None: 128 on a GPU, or the largest batch size of its CUDA graphs, and 32
+    model: stays usable: `model.generate` may be called meanwhile, from any thread. tokenizer: for prompts and
+    results as text. max_batch: rows that decode at once; None: 128 on a GPU, or the largest batch size of its CUDA graphs, and 32
     on a CPU. max_pages: most pages in use at once; None: what KVCache says, else as many as there is memory for.
     prefill_tokens: prompt tokens computed between two decoding steps at most. reuse_prefix: keep full pages for later
     requests that begin with the same tokens. observer: see `Observer`. guard: a `MemoryGuard`. max_waiting: requests
@@ -61,7 +62,7 @@ class Engine:
             max_batch = on_gpu if model.device.type == "cuda" else CPU_BATCH
         self.model, self.tokenizer, self.max_waiting = model, tokenizer, max_waiting
         self._options = Options(model, tokenizer)
-        self._texts: Any = None if tokenizer is None else TextThreads(tokenizer)
+        self._texts: Any = None if tokenizer is None else TokenizerRing(tokenizer)
         self._wake = threading.Event()
         self._mutex = threading.Lock()
         self._room = threading.Condition(self._mutex)
@@ -200,11 +201,11 @@ class Engine:
             if self.tokenizer is None:
                 yield from request
                 return
-            pieces = Pieces(self.tokenizer)
+            text = IncrementalText(self.tokenizer)
             for token in request:
-                if piece := pieces.add([token]):
+                if piece := text.put([token]):
                     yield piece
-            if piece := pieces.add([], last=True):
+            if piece := text.end():
                 yield piece
         finally:
             request.cancel()
@@ -225,7 +226,7 @@ class Engine:
         request = self.submit(prompt, generation_config, **options)
         changed, loop, seen = asyncio.Event(), asyncio.get_running_loop(), 0
         request.listen(lambda: _tell(loop, changed.set))
-        pieces = None if self.tokenizer is None else Pieces(self.tokenizer)
+        text = None if self.tokenizer is None else IncrementalText(self.tokenizer)
         try:
             over = False
             while not over:
@@ -234,10 +235,10 @@ class Engine:
                 over = request.done  # before the tokens: none comes after it
                 tokens = request.tokens
                 new, seen = tokens[seen:], len(tokens)
-                if pieces is None:
+                if text is None:
                     for token in new:
                         yield token
-                elif piece := pieces.add(new, last=over):
+                elif piece := text.put(new) + (text.end() if over else ""):
                     yield piece
             if (error := request.result().error) is not None:
                 raise error

@@ -116,7 +116,7 @@ class Steps:
         """Run the next piece of these prompts, of several their whole rest: how many tokens."""
         parts = [sequence.tokens[sequence.length : min(sequence.goal, sequence.length + size)] for sequence in group]
         starts = [sequence.length for sequence in group]
-        if len(group) > 1 or len(parts[0]) <= SHORT_SIZES[-1] and self.compute.together([len(parts[0])]):
+        if len(group) > 1 or (len(parts[0]) <= SHORT_SIZES[-1] and self.compute.together([len(parts[0])])):
             logits = self.compute.pieces([sequence.row for sequence in group], starts, parts)
         else:
             logits = self.compute.piece(group[0].row, starts[0], parts[0])
