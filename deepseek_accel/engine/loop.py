@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 ALONE_TOKENS = 8192
 """Prompt tokens that are computed at once while no row waits for its next token."""
+PATIENCE = 3
+"""A request that runs alone fails when so many steps in a row find no memory."""
 RECOVERY_STEPS = 32
 """After so many steps without trouble twice as many rows may run again."""
 GREEDY = Sampling(False)
@@ -51,6 +53,8 @@ class Steps:
         self._last = torch.zeros(scheduler.max_rows, dtype=torch.int64, device=compute.device)
         """[rows]: the token that each row's next step starts from."""
         self._good_steps = 0
+        self.out_of_memory = 0
+        """Steps that found no memory."""
 
     @property
     def busy(self) -> bool:
@@ -221,6 +225,7 @@ class Steps:
     def _hand_out(self, sequence: Sequence, token: int, when: float) -> None:
         scheduler, settings = self.scheduler, sequence.settings
         sequence.ahead -= 1
+        sequence.out_of_memory = 0
         if token < 0:
             error = AccelError("no token could be drawn: the logits of this request are not finite, or all are -inf")
             scheduler.finish(sequence, "error", error, keep=False)
@@ -252,9 +257,10 @@ class Steps:
         if count == 1:
             (last,) = scheduler.running
             last.out_of_memory += 1
-            if last.out_of_memory > 1:
+            if last.out_of_memory == PATIENCE:
                 scheduler.finish(last, "error", error)
         self.allowed, self._good_steps = max(1, count // 2), 0
+        self.out_of_memory += 1
         self.compute.counters["engine: steps out of memory"] += 1
         logger.warning("no memory for a step of %d rows; going on with %d", count, self.allowed)
         for sequence in scheduler.running[::-1]:

@@ -123,6 +123,8 @@ class Options:
         for name in ("max_length", "min_length"):
             if options.get(name, ...) is None:
                 del options[name]
+        if (most := options.get("max_new_tokens")) is not None and most < 1:
+            raise AccelError(f"max_new_tokens must be at least 1, got {most}")
         known = self.model.generation_config
         has_length = {
             name: options.get(name) is not None or getattr(config, name, None) is not None
@@ -163,8 +165,6 @@ class Options:
                 raise AccelError(f"the engine does not take {name}={value!r}: {reason}")
         if config.use_cache is False:
             raise AccelError("the engine does not take use_cache=False: requests share its pages")
-        if config.max_new_tokens is not None and config.max_new_tokens < 1:
-            raise AccelError(f"max_new_tokens must be at least 1, got {config.max_new_tokens}")
 
     def _stop(self, strings: Any) -> StopStrings:
         if self.tokenizer is None:
