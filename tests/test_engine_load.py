@@ -69,7 +69,7 @@ def test_two_thousand_requests():
         fate = draw.choices(["whole", "cancelled", "broken", "drawn"], [75, 10, 5, 10])[0]
         plans.append((draw.choice(kinds), draw.randrange(1, 25), fate, draw.randrange(0, 12)))
     requests, watching = {}, Watching()
-    with Engine(model, max_batch=24, max_pages=90, observer=watching) as engine:
+    with Engine(model, max_batch=24, max_pages=30, observer=watching) as engine:
 
         def submit(part):
             for i in part:
@@ -96,7 +96,7 @@ def test_two_thousand_requests():
         facts = engine.facts()
         reserved = facts["bytes_reserved"]
         assert facts["running"] == facts["waiting"] == facts["pages_of_rows"] == 0
-        assert facts["pages_in_use"] == facts["pages_kept"] <= 90
+        assert facts["pages_in_use"] == facts["pages_kept"] <= 30
         again = engine.generate([plans[i][0] for i in range(200)], max_new_tokens=24, do_sample=False)
         assert engine.facts()["bytes_reserved"] == reserved  # nothing grew
     assert len(results) == NUM_REQUESTS
@@ -117,6 +117,6 @@ def test_two_thousand_requests():
         assert watching.results[result.id] is result
         assert watching.tokens.get(result.id, 0) == len(result.tokens) == len(result.token_times)
     assert facts["preemptions"] > 0
-    assert max(watching.pages) <= 90
+    assert max(watching.pages) <= 30
     assert [each.tokens for each in again] == [right[tuple(plans[i][0])] for i in range(200)]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - half < 64 * 1024  # KiB

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AccelError
+from ..generation.upload import upload
 from .choosing import Sampling, choose, choose_alone, number
 from .compute import SHORT_SIZES, Compute
 from .rows import OutOfPages
@@ -140,7 +141,7 @@ class Steps:
         rows = self._with_pages()
         if not rows:
             return 0
-        index = self._on_device([sequence.row for sequence in rows])
+        index = upload([sequence.row for sequence in rows], self._last.device)
         lengths = [sequence.length for sequence in rows]
         logits = self.compute.step([sequence.row for sequence in rows], lengths, self._last[index])
         for sequence in rows:
@@ -176,7 +177,7 @@ class Steps:
         tokens = choose(logits, rules, numbers)
         for i in alone:
             self._choose_alone(sequences[i], logits[i : i + 1], tokens[i : i + 1], numbers[i])
-        index = self._on_device([each.row for each in sequences]) if index is None else index
+        index = upload([each.row for each in sequences], self._last.device) if index is None else index
         self._last.index_copy_(0, index, tokens.clamp_min(0))
         for each in sequences:
             each.ahead += 1
@@ -190,17 +191,13 @@ class Steps:
         settings = sequence.settings
         try:
             if sequence.ids is None:
-                sequence.ids = torch.tensor([sequence.tokens]).to(logits.device)
+                sequence.ids = upload([sequence.tokens], logits.device)
             token.copy_(choose_alone(settings.processors, sequence.ids, logits, settings.sampling.do_sample, drawn))
             sequence.ids = torch.cat((sequence.ids, token[None]), 1)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             sequence.error = error
-
-    def _on_device(self, numbers: list[int]) -> Tensor:
-        host = torch.tensor(numbers)
-        return host.pin_memory().to(self._last.device, non_blocking=True) if self._lags else host
 
     def _post(self, tokens: Tensor, sequences: list[Sequence]) -> None:
         event = None
