@@ -25,7 +25,7 @@ from ..passes.kv_cache import KVCache
 
 log = logging.getLogger(__name__)
 Read = Callable[[], tuple[int, int]]
-"""Returns (bytes in use, bytes that may be used at most)."""
+"""Returns (bytes held, bytes that may be held at most). Free pages of an engine, which it holds too, are taken off."""
 
 
 class Stage(enum.IntEnum):
@@ -47,7 +47,7 @@ class MemoryGuard:
     0.05 below `limit`). shrink: how new requests store tokens as the last resort: a `KVCache` pass, "fp8_e4m3",
     "fp8_e5m2", or an eviction policy; None (default) never does that. patience: calls from one step up to the next, so
     that a step can take effect. calm: calls in a row below `low` before a step down. read: in place of the device, a
-    function that returns (bytes in use, limit), such as a budget of your own.
+    function that returns (bytes held, limit), asked at every step; such as a budget of your own.
     Raises PlanError on other values. Not thread-safe: one engine, one guard, one thread.
     """
 
