@@ -1,6 +1,7 @@
 """An engine with a memory guard and with metrics: what is decided is done, counted and told, and no request pays."""
 
 import functools
+import gc
 import logging
 import threading
 import time
@@ -232,3 +233,14 @@ def test_the_metrics_of_a_real_run():
     counts = [value(each, "generated_tokens_total") for each in scrapes]
     assert counts == sorted(counts)
     assert samples(metrics.text()) == found
+
+
+def test_an_engine_that_nobody_closed_leaves_no_threads():
+    model, tokenizer = models.load_tiny(dtype=torch.float32)
+    optimize(model)
+    before = set(threading.enumerate())
+    engine = Engine(model, tokenizer)
+    assert engine.generate(["x = "], max_new_tokens=2)[0].error is None
+    assert len(set(threading.enumerate()) - before) == 4  # the engine's, two that tokenise, one for text
+    del engine
+    until(lambda: gc.collect() is not None and set(threading.enumerate()) <= before)
