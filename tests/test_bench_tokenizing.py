@@ -23,7 +23,7 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys):
     assert waits["inline_requests_per_second"] < 2 / 3e-3  # two texts a step of 3 ms: no more can be
     assert waits["ring_requests_per_second"] < 2 / 3e-3
     assert waits["ratio"] == waits["ring_requests_per_second"] / waits["inline_requests_per_second"]
-    assert 1 < waits["bound"] <= 2
+    assert 1 < waits["overlap"] <= 2
     assert "req/s ring" in capsys.readouterr().out
 
 
