@@ -71,7 +71,10 @@ def plain(value: Any) -> str:
 
 
 def table_of(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    return Table(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+    """A table of the rows, without the columns in which no row has anything."""
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] not in ("-", "n/a") for row in cells)]
+    return Table(title, [columns[i][0] for i in kept], [[row[i] for i in kept] for row in cells])
 
 
 def drawn(*charts: Chart | None) -> list[Chart]:

@@ -116,6 +116,11 @@ def _curves(rows: list[Row], fits: list[Row], opened: bool) -> list[Chart]:
     for fit in fits:
         curve = [(x, fit["a"] + fit["b"] * x ** fit["c"]) for x in places]
         latency.append(Line(f"P{fit['percentile']:g}, fitted", curve, dashed=True))
+    if measured := [y for line in latency[:3] for _, y in line.points if y]:
+        for fit in fits:
+            if fit["knee"] is not None:
+                knee = [(fit["knee"], min(measured)), (fit["knee"], max(measured))]
+                latency.append(Line(f"knee of P{fit['percentile']:g}", knee, dashed=True))
     logs = {"x_log": True, "y_log": True}
     return drawn(
         lines("Throughput against load", speed, axis, "tokens/s", **logs),
