@@ -36,8 +36,8 @@ class Chart:
 
     title: str
     svg: str
-    names: Sequence[str]
-    """Of the series, in the order of their colours and shapes; none if the picture says them itself."""
+    key: Sequence[tuple[str, str]] = ()
+    """(SVG of 24 x 14, name) of each series; none if the picture names them itself."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,13 @@ def lines(
         if not line.dashed
     )
     description = f"{y_label} against {x_label}. {words}."
-    return Chart(title, _svg(title, description, HEIGHT, parts), [line.name for line in kept])
+    key = [(_sign(i, line.dashed), line.name) for i, line in enumerate(kept)]
+    return Chart(title, _svg(title, description, HEIGHT, parts), key)
+
+
+def _sign(series: int, dashed: bool) -> str:
+    dash = ' stroke-dasharray="6 4"' if dashed else ""
+    return f'<path class="line l{series % COLOURS}" d="M0 7H24"{dash}/>' + ("" if dashed else mark(12, 7, series))
 
 
 def _scale(values: Sequence[float], start: float, end: float, log: bool, from_zero: bool = False) -> Scale:
@@ -199,7 +205,7 @@ def dots(
     axis_middle = (NAMES_WIDTH + WIDTH - VALUE_WIDTH) / 2
     parts.append(f'<text x="{axis_middle:.0f}" y="{y + 40}" text-anchor="middle">{escape(unit)}, logarithmic</text>')
     words = "; ".join(f"{group}, {name}: {form(value)}" for group, name, value in kept)
-    return Chart(title, _svg(title, f"{unit}. {words}.", y + 48, parts), ())
+    return Chart(title, _svg(title, f"{unit}. {words}.", y + 48, parts))
 
 
 def _cut(name: str, most: int = 20) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from .report_cells import (
     table_of,
     text_of,
 )  # fmt: skip
-from .stress_tables import heading
+from .stress_tables import PERCENTILES, heading
+from .tables import number
 
 FITTED_POINTS = 40
 
@@ -42,7 +44,11 @@ def stress_section(result: dict[str, Any]) -> Section:
     fits = [fit for fit in result.get("fits", ()) if "a" in fit]
     remarks += [f"P{fit['percentile']:g} of the latency: knee {fit['knee_text']}." for fit in result.get("fits", ())]
     if fits:
-        tables.append(_table("Latency = a + b load^c, in ms", fits, leave_out=("knee_text",)))
+        ordered = [
+            {"percentile": f"P{fit['percentile']:g}"} | {k: v for k, v in fit.items() if k != "percentile"}
+            for fit in fits
+        ]
+        tables.append(_table("Latency = a + b load^c, in ms", ordered, leave_out=("knee_text",)))
     if result.get("split"):
         both = [{"of": "engine"} | row for row in result["split"]]
         both += [{"of": "stock generate"} | row for row in result.get("stock_split", ())]
@@ -50,11 +56,14 @@ def stress_section(result: dict[str, Any]) -> Section:
     if result.get("breakdown"):
         tables.append(_breakdown(result["breakdown"]))
     charts = _curves(rows, fits, opened) if len(rows) > 1 else []
-    return Section(f"Under load: {result.get('model')}, {result.get('dtype')}", remarks, charts, tables)
+    what = f"Under load ({result['load']} loop)" if rows else "Single requests of the engine"
+    return Section(f"{what}: {result.get('model')}, {result.get('dtype')}", remarks, charts, tables)
 
 
 def _points(rows: list[Row], opened: bool) -> Table:
-    columns: list[Column] = [("requests/s asked", number_of("rate")), ("window ms", number_of("window_ms"))]
+    columns: list[Column] = [
+        ("requests/s asked", lambda row: f"{row.get('rate'):g}"), ("window ms", lambda row: f"{row.get('window_ms'):g}")
+    ]  # fmt: skip
     if not opened:
         columns = [("users", text_of("users")), ("requests", text_of("requests"))]
     columns += [
@@ -63,7 +72,7 @@ def _points(rows: list[Row], opened: bool) -> Table:
     ]
     columns.append(("requests/s", number_of("requests_per_second")))
     for name, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("latency", "e2e_ms")):
-        columns += [(f"{name} {p} ms", part_of(key, p.lower())) for p in ("P50", "P95", "P99")]
+        columns.append((f"{name} ms, P50 / P95 / P99", partial(_percentiles, key)))
     if opened:
         columns += [
             ("latency mean ms", part_of("e2e_ms", "mean")),
@@ -79,13 +88,18 @@ def _points(rows: list[Row], opened: bool) -> Table:
     return table_of("Points", rows, [*columns, ("checked", checked)])
 
 
+def _percentiles(name: str, row: Row) -> str:
+    values = row.get(name)
+    return "-" if not values else " / ".join(number(values.get(key)) for key in PERCENTILES)
+
+
 def _table(title: str, rows: list[Row], leave_out: tuple[str, ...] = ()) -> Table:
     names = [name for name in dict.fromkeys(n for row in rows for n in row) if name not in leave_out]
-    cells = [[_interval(row.get(name)) for name in names] for row in rows]
-    return Table(title, [name.replace("_", " ") for name in names], cells)
+    return table_of(title, rows, [(name.replace("_", " "), partial(_value, name)) for name in names])
 
 
-def _interval(value: Any) -> str:
+def _value(name: str, row: Row) -> str:
+    value = row.get(name)
     if isinstance(value, list) and len(value) == 2:
         return " to ".join(plain(part) for part in value)
     return plain(value)
