@@ -144,7 +144,7 @@ svg .group{font-weight:600}
 table{min-width:min(100%,26rem);border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;font-size:1rem;padding-bottom:.3rem}
 th,td{padding:.25rem .6rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)}
-td:last-child{min-width:14ch}
+td:last-child:not(.n){min-width:24ch}
 thead th{vertical-align:bottom;border-bottom:2px solid var(--soft);min-width:4.2rem}
 tbody th{font-weight:600;white-space:nowrap}
 .n{text-align:right;white-space:nowrap}thead .n{white-space:normal}

@@ -42,13 +42,9 @@ def stress_section(result: dict[str, Any]) -> Section:
     if result.get("stock"):
         tables.append(_table("Stock generate on static batches", result["stock"]))
     fits = [fit for fit in result.get("fits", ()) if "a" in fit]
-    remarks += [f"P{fit['percentile']:g} of the latency: knee {fit['knee_text']}." for fit in result.get("fits", ())]
+    remarks += [f"P{fit['percentile']:g} of the latency: knee: {fit['knee_text']}." for fit in result.get("fits", ())]
     if fits:
-        ordered = [
-            {"percentile": f"P{fit['percentile']:g}"} | {k: v for k, v in fit.items() if k != "percentile"}
-            for fit in fits
-        ]
-        tables.append(_table("Latency = a + b load^c, in ms", ordered, leave_out=("knee_text",)))
+        tables.append(_table("Latency = a + b load^c, in ms", [_of_fit(fit) for fit in fits]))
     if result.get("split"):
         both = [{"of": "engine"} | row for row in result["split"]]
         both += [{"of": "stock generate"} | row for row in result.get("stock_split", ())]
@@ -93,9 +89,14 @@ def _percentiles(name: str, row: Row) -> str:
     return "-" if not values else " / ".join(number(values.get(key)) for key in PERCENTILES)
 
 
-def _table(title: str, rows: list[Row], leave_out: tuple[str, ...] = ()) -> Table:
-    names = [name for name in dict.fromkeys(n for row in rows for n in row) if name not in leave_out]
+def _table(title: str, rows: list[Row]) -> Table:
+    names = dict.fromkeys(name for row in rows for name in row)
     return table_of(title, rows, [(name.replace("_", " "), partial(_value, name)) for name in names])
+
+
+def _of_fit(fit: Row) -> Row:
+    others = {name: value for name, value in fit.items() if name not in ("percentile", "knee_text")}
+    return {"percentile": f"P{fit['percentile']:g}"} | others
 
 
 def _value(name: str, row: Row) -> str:

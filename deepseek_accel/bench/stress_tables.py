@@ -61,7 +61,7 @@ def stress_lines(result: dict[str, Any]) -> list[str]:
     for entry in result["fits"]:
         window = f" (window {entry['window_ms']:g} ms)" if entry.get("window_ms") else ""
         curve = f"{entry['a']:.4g} + {entry['b']:.4g} * load^{entry['c']:.3g} ms, " if "a" in entry else ""
-        said.append(f"P{entry['percentile']:g} of end-to-end latency{window}: {curve}knee {entry['knee_text']}")
+        said.append(f"P{entry['percentile']:g} of end-to-end latency{window}: {curve}knee: {entry['knee_text']}")
     for name, whose in (("split", "engine"), ("stock_split", "stock generate")):
         for entry in result.get(name, ()):
             said.append(
