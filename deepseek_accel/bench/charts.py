@@ -83,7 +83,7 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
 def mark(x: float, y: float, series: int) -> str:
     """A sign for a point: its shape and colour say which series it is of."""
     colour = f"c{series % COLOURS}"
-    shape = (series + series // COLOURS) % 4
+    shape = series % 4
     if shape == 0:
         return f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
     offsets = (

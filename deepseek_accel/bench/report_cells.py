@@ -35,6 +35,11 @@ def number_of(name: str) -> Callable[[Row], str]:
     return lambda row: number(row.get(name))
 
 
+def short_of(name: str) -> Callable[[Row], str]:
+    """What somebody asked for, as they would write it."""
+    return lambda row: "-" if row.get(name) is None else f"{row[name]:g}"
+
+
 def ratio_of(name: str) -> Callable[[Row], str]:
     return lambda row: ratio(row.get(name))
 

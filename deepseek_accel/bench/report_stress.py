@@ -20,6 +20,7 @@ from .report_cells import (
     part_of,
     plain,
     ratio_of,
+    short_of,
     table_of,
     text_of,
 )  # fmt: skip
@@ -58,7 +59,7 @@ def stress_section(result: dict[str, Any]) -> Section:
 
 def _points(rows: list[Row], opened: bool) -> Table:
     columns: list[Column] = [
-        ("requests/s asked", lambda row: f"{row.get('rate'):g}"), ("window ms", lambda row: f"{row.get('window_ms'):g}")
+        ("requests/s asked", short_of("rate")), ("window ms", short_of("window_ms"))
     ]  # fmt: skip
     if not opened:
         columns = [("users", text_of("users")), ("requests", text_of("requests"))]

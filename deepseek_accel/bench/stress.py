@@ -8,6 +8,7 @@ tokens asked for is wrong, and its times are not shown.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,6 +31,8 @@ SAMPLES = 3
 """Requests of a point that are computed once more by a single `generate`."""
 WARM_OPEN = {"cuda": 128, "cpu": 8}
 """Requests at once before an open loop, whose rows nobody knows beforehand."""
+
+CLOSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,11 @@ def engine_of(subject: Subject, options: Options, watch: Watch) -> Iterator[Any]
         try:
             yield engine
         finally:
-            engine.close(cancel=True)
+            closing = threading.Thread(target=engine.close, kwargs={"cancel": True}, daemon=True)
+            closing.start()
+            closing.join(CLOSE_SECONDS)  # one that fell silent may not close either
+            if closing.is_alive():
+                raise AccelError(f"the engine did not close within {CLOSE_SECONDS:g} s")
 
 
 class PointRun:
