@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "torch": "2",
     "triton": "3",
     "transformers": "5",
-    "commit": "c",
+    "commit": "abc123",
 }
 VOID = {"meta", "link", "br"}
 EVIL = "<script>alert('x')</script>&\"'"
