@@ -195,7 +195,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure every policy at every budget: {"environment": ..., "rows": [...]}, ready for JSON.
 
-    text [contexts, CONTEXT + 1]: token ids to score, not the held-out text. keep: told the rows so far after each of them.
+    text [contexts, CONTEXT + 1]: token ids to score, not the held-out text. keep: told the rows so far after each.
     """
     from ..cache import paged_cache
     from ..config import OptimizeConfig
