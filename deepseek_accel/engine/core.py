@@ -104,7 +104,10 @@ class Core:
         rows = scheduler.pages
         limits = self._guarded.react(rows, len(scheduler.running))
         scheduler.admit(min(limits.rows, self.steps.allowed))
+        running, failed = len(scheduler.running), self.steps.out_of_memory
         decoded, computed = self.steps.run()
+        if self.steps.out_of_memory > failed:
+            self._guarded.out_of_memory(running)
         self.num_steps += 1
         self.applied.counters["engine: steps"] += 1
         facts = StepFacts(

@@ -48,3 +48,9 @@ class Guarded:
                 "guard", stage, f"{used:,} of {limit:,} bytes in use, {self._guard.admitted} rows admitted"
             )
         return Limits(self._guard.admitted, used, limit)
+
+    def out_of_memory(self, running: int) -> None:
+        """A step of so many rows found no memory."""
+        if self._guard is not None:
+            self._stage = self._guard.out_of_memory(running)
+            self._watch.tell("guard", self._stage, f"out of memory, {self._guard.admitted} rows admitted")
