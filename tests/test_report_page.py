@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "transformers": "5",
     "commit": "abc123",
 }
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 VOID = {"meta", "link", "br"}
 EVIL = "<script>alert('x')</script>&\"'"
 
@@ -224,7 +225,7 @@ def test_places_on_a_picture():
     assert len(marks) == 28, "no two series look alike"
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here; the other tests parse the page")
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; the other tests parse the page")
 def test_a_real_browser_shows_it(tmp_path):
     file = tmp_path / "page.html"
     names = []
@@ -236,7 +237,7 @@ def test_a_real_browser_shows_it(tmp_path):
     flags += f"--disable-component-update --disable-sync --hide-scrollbars --user-data-dir={tmp_path}/profile"
 
     def chromium(*more):
-        command = ["chromium", *flags.split(), *more, file.as_uri()]
+        command = [BROWSER, *flags.split(), *more, file.as_uri()]
         return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
 
     source, seen = Reader(file.read_text()), Reader(chromium("--dump-dom"))
