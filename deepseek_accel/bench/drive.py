@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import AccelError
 from .loads import Ask
 
-PATIENCE = 180.0
+PATIENCE = 300.0
 """Seconds without a token or an end of any request after which the rest count as lost."""
 
 
