@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from deepseek_accel import AccelError, cli, report
+from deepseek_accel import AccelError, MixedPrecision, OptimizeConfig, cli, optimize, report
 from deepseek_accel.bench import accuracy, generate, greedy, measure, op_cases, ops, shapes, soak, tables
 from deepseek_accel.bench.accuracy import Sample, compare
 from deepseek_accel.bench.shapes import Point, Subject
@@ -16,6 +16,7 @@ from deepseek_accel.passes import experts as experts_pass
 from deepseek_accel.testing import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 SMALL = dict(vocab_size=512, hidden_size=256, intermediate_size=256, moe_intermediate_size=32)
 
 
@@ -43,7 +44,10 @@ def test_points():
             Point.parse(text)
 
 
-@pytest.mark.parametrize("changes", [{"new_tokens": 1}, {"repeats": 0}, {"skip_stock": True, "only_stock": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"new_tokens": 1}, {"repeats": 0}, {"skip_stock": True, "only_stock": True}, {"int4": True, "only_stock": True}],
+)
 def test_options_are_checked(changes):
     with pytest.raises(AccelError):
         options(**changes)
@@ -142,6 +146,33 @@ def test_ablation_has_a_row_for_every_pass_and_all_of_them():
     assert {"attention", "experts", "layers", "kv_cache"} <= set(rows)
     assert rows["experts"]["status"] == "skipped" and "no routed experts" in rows["experts"]["detail"]
     assert rows["all"]["status"] == "ok" and rows["kv_cache"]["itl_ms"] is not None
+
+
+def test_packed_rows_stand_beside_the_others_of_their_point():
+    model = subject()
+    before = {name: id(value) for name, value in model.model.named_parameters()}
+    points = (Point(1, 40), Point(2, 40))
+    result = generate.run(options(points=points, int4=True, adaptive=("0.75",), skip_stock=True), subject=model)
+    rows = result["rows"]
+    names = ["all", "target 0.75", "int4", "int4 target 0.75"]
+    assert [(row["batch"], row["variant"]) for row in rows] == [(batch, name) for batch in (1, 2) for name in names]
+    assert {row["status"] for row in rows} == {"ok"}
+    for all_of_it, _, packed, adaptive in (rows[:4], rows[4:]):
+        assert packed["weight_bytes"] == adaptive["weight_bytes"] < 0.6 * all_of_it["weight_bytes"]
+        assert packed["floor_ms"] is None or packed["floor_ms"] < all_of_it["floor_ms"]
+        assert packed["detail"] == "lossy: not compared with stock" and packed["itl_ms"] > 0
+    assert {name: id(value) for name, value in model.model.named_parameters()} == before
+
+
+def test_a_packed_variant_that_fails_leaves_the_others(monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("deepseek_accel.passes.mixed_precision.pack", full)
+    result = generate.run(options(points=(Point(1, 40), Point(2, 40)), int4=True, skip_stock=True), subject=subject())
+    found = [(row["batch"], row["variant"], row["status"], row["detail"]) for row in result["rows"]]
+    assert [row[:3] for row in found] == [(b, v, s) for b in (1, 2) for v, s in (("all", "ok"), ("int4", "error"))]
+    assert {row[3] for row in found if row[1] == "int4"} == {"out of memory"}
 
 
 def test_skipping_stock_still_checks(wrong_attention):
@@ -330,6 +361,12 @@ def test_step_bytes_counts_the_experts_that_are_hit():
     assert every == sum(p.numel() * 4 for p in model.parameters()) - embedding
     assert every - generate.step_bytes(model, 1, 0, 0, 4) == 2 * 12 * (3 * 32 * 64) * 4
     assert generate.step_bytes(model, 2, 10, 160, 16) - every == 160 * 3 * 2 * 10
+    optimize(model, OptimizeConfig((MixedPrecision(method="rtn"),)))
+    packed = generate.step_bytes(model, 1, 0, 0, 16)
+    assert packed == report(model).parameter_bytes - embedding
+    one = sum(vars(model.model.layers[1].mlp.experts)[f"_accel_{name}"].nbytes for name in EXPERT_WEIGHTS) / 16
+    assert packed - generate.step_bytes(model, 1, 0, 0, 4) == pytest.approx(2 * 12 * one)
+    assert generate.expected_experts(model, 1) == 4
 
 
 def test_expected_experts():

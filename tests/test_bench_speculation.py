@@ -25,6 +25,13 @@ def test_acceptance_is_what_was_forced():
             )
 
 
+def test_with_packed_weights():
+    result = speculation.run("tiny", [Point(1, 32)], [3], [1.0], 41, "cpu", int4=True)
+    (row,) = result["rows"]
+    assert row["tokens_per_step"] == 4.0 and result["int4"]
+    assert "four bits" in str(tables.speculation_table(result).title)
+
+
 def test_drafts_are_ranked(capsys):
     words = ["drafts", "tiny", "nonsense", "ngram", "tiny-draft", "--prompts", "2", "--new-tokens", "40"]
     assert cli.main([*words, "--device", "cpu", "--json"]) == 0

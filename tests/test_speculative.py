@@ -16,6 +16,7 @@ from deepseek_accel import (
     FusedExperts,
     FusedLayers,
     KVCache,
+    MixedPrecision,
     OptimizeConfig,
     Speculative,
     models,
@@ -326,3 +327,17 @@ def test_other_passes_with_it():
     fp8 = {"dtype": "fp8_e4m3"}
     rounded = [optimize(tiny_model("deepseek_v3"), c) for c in (plain_config(**fp8), config("self", 3, **fp8))]
     assert run(rounded[0], batch(40, 23)).tolist() == run(rounded[1], batch(40, 23)).tolist()
+
+
+@pytest.mark.parametrize("mode", ["ngram", "self", "model"])
+def test_packed_weights_are_speculated_on(mode):
+    packed = MixedPrecision(method="rtn", group_size=32)
+    draft = near("deepseek_v3") if mode == "model" else mode
+    configs = plain_config(), config(draft, 3)
+    plain, speculating = (
+        optimize(tiny_model("deepseek_v3"), OptimizeConfig((packed, *c.passes), allow_skips=True)) for c in configs
+    )
+    expected = run(plain, batch(40, 23, 1)).tolist()
+    assert expected != run(stock("deepseek_v3"), batch(40, 23, 1)).tolist()  # other weights, other tokens
+    assert run(speculating, batch(40, 23, 1)).tolist() == expected
+    assert counters(speculating)["speculative: accepted tokens"] > 0

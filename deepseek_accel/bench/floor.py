@@ -8,7 +8,9 @@ from typing import Any
 
 from .. import families
 from ..config import OptimizeConfig
+from ..ops.int4 import Int4Weight
 from ..passes.kv_cache import KVCache
+from ..passes.mixed_precision import packed_bytes
 
 
 def cache_of(config: Any) -> KVCache:
@@ -42,8 +44,14 @@ def expected_experts(model: Any, batch: int) -> float | None:
     if not blocks:
         return None
     config = model.config.get_text_config(decoder=True)
-    experts = next(iter(blocks[0][1].experts.parameters())).shape[0]
+    experts = _expert_weights(blocks[0][1])[0].shape[0]
     return float(experts * (1 - (1 - config.num_experts_per_tok / experts) ** batch))
+
+
+def _expert_weights(block: Any) -> list[Any]:
+    """[E, ...] weights of a mixture's routed experts, packed ones in place of the parameters that they replace."""
+    packed = [value for value in vars(block.experts).values() if isinstance(value, Int4Weight)]
+    return packed + [weight for weight in block.experts.parameters() if weight.numel()]
 
 
 def step_bytes(model: Any, batch: int, context: float, kv_bytes: float, experts: float | None) -> float:
@@ -51,10 +59,10 @@ def step_bytes(model: Any, batch: int, context: float, kv_bytes: float, experts:
     family = families.find(model)
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
-    total = float(sum(p.numel() * p.element_size() for p in model.parameters()))
+    total = float(sum(p.nbytes for p in model.parameters()) + packed_bytes(model))
     total -= 0 if tied else embedding.numel() * embedding.element_size()
     for _, block in family.moe(model):
-        weights = list(block.experts.parameters())
-        size = sum(p.numel() * p.element_size() for p in weights)
+        weights = _expert_weights(block)
+        size = sum(weight.nbytes for weight in weights)
         total -= size * (1 - (experts or 0.0) / weights[0].shape[0])
     return total + kv_bytes * len(family.layers(model)) * batch * context

@@ -11,15 +11,18 @@ import gc
 import statistics
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from .. import api, families
+from ..config import OptimizeConfig
 from ..errors import AccelError
 from ..ops.adaptive_topk import BATCH_TOKENS
+from ..passes.adaptive_topk import AdaptiveTopK
+from ..passes.mixed_precision import MixedPrecision, packed_bytes
 from . import gating, greedy, peers, soak
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
@@ -52,6 +55,8 @@ class Options:
     """How many calls of mixed batch and length to run after the points; 0 is none."""
     adaptive: tuple[str, ...] = ()
     """Variants of `gating.variants` besides: targets of AdaptiveTopK, or "top1", "top2"."""
+    int4: bool = False
+    """Also with weights in four bits, rounded to nearest: everything chosen, and the adaptive variants."""
 
     def __post_init__(self) -> None:
         if self.new_tokens < 2:
@@ -62,8 +67,8 @@ class Options:
             raise AccelError(f"soak must be a number of calls, got {self.soak}")
         if self.skip_stock and self.only_stock:
             raise AccelError("skip_stock and only_stock leave nothing to measure; give one of them")
-        if self.only_stock and self.adaptive:
-            raise AccelError("only_stock leaves no adaptive variants to measure; give one of them")
+        if self.only_stock and (self.adaptive or self.int4):
+            raise AccelError("only_stock leaves no adaptive or int4 variants to measure; give one of them")
 
     def configs(self) -> dict[str, Any]:
         """Variant -> OptimizeConfig, None for stock."""
@@ -91,6 +96,8 @@ class Row:
     ttft_ratio: float | None = None
     itl_ratio: float | None = None
     """Stock's time divided by this one: how many times faster."""
+    weight_bytes: int | None = None
+    """What the model's weights take on the device."""
     peak_bytes_above_weights: int | None = None
     """Of the whole call."""
     prefill_peak_bytes_above_weights: int | None = None
@@ -138,9 +145,12 @@ class Times:
 class PointRun:
     """All variants at one point. An error of one variant is its row's text; the others go on."""
 
-    def __init__(self, subject: Subject, point: Point, options: Options, configs: dict[str, Any]) -> None:
+    def __init__(
+        self, subject: Subject, point: Point, options: Options, configs: dict[str, Any], *, prepared: bool = False
+    ) -> None:
+        """prepared: the model is optimized with the one config, a lossy one, already, and stays so."""
         self.subject, self.model, self.point, self.options = subject, subject.model, point, options
-        self.configs, self.device = configs, subject.model.device
+        self.configs, self.device, self.prepared = configs, subject.model.device, prepared
         dtype = self.model.dtype
         self.exact = dtype == torch.float32
         self.prompt = subject.prompt(point)
@@ -152,7 +162,8 @@ class PointRun:
 
     def run(self, step: Step, keep: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
         """keep: told the rows that are done after each of them."""
-        self._sample_stock()
+        if not self.prepared:
+            self._sample_stock()
         # On a CPU the variants take turns, so that whatever else the machine does meets all of them. On a GPU a turn
         # would capture graphs anew.
         done: list[Row] = []
@@ -186,7 +197,7 @@ class PointRun:
     def _visit(self, name: str, repeats: int, *, first: bool) -> None:
         row = self.rows[name]
         try:
-            with applied(self.model, self.configs[name]):
+            with contextlib.nullcontext() if self.prepared else applied(self.model, self.configs[name]):
                 if not first or self._may_time(name):
                     self._time(self.times[name], repeats)
         except Exception as error:
@@ -203,6 +214,7 @@ class PointRun:
             row.detail = "; ".join(reason for p in report.passes for reason in p["skipped"]) or "nothing to apply"
             return False
         row.kv_bytes_per_token_and_layer = report.cache.get("bytes_per_token_and_layer")
+        row.weight_bytes = report.parameter_bytes
         if self._is_lossy(name):
             row.detail = "lossy: not compared with stock"
             return True
@@ -240,8 +252,8 @@ class PointRun:
             times.peak_bytes = self._peak_above_weights()
 
     def _peak_above_weights(self) -> int:
-        held = [*self.model.parameters(), *self.model.buffers()]
-        return torch.cuda.max_memory_allocated(self.device) - sum(t.numel() * t.element_size() for t in held)
+        held = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers())) + packed_bytes(self.model)
+        return torch.cuda.max_memory_allocated(self.device) - held
 
     def _fill(self, name: str) -> None:
         row, times, count = self.rows[name], self.times[name], self.options.new_tokens
@@ -252,6 +264,8 @@ class PointRun:
             return
         if self.exact and row.accuracy is not None and STOCK in self.times:
             row.detail = f"{times.tokens[0].numel()} tokens equal"
+        if self.configs[name] is None:
+            row.weight_bytes = sum(p.nbytes for p in self.model.parameters())
         first = statistics.median(times.first)
         itl = statistics.median(times.rest) / (count - 1)
         row.ttft_ms, row.itl_ms = first * 1e3, itl * 1e3
@@ -364,13 +378,53 @@ def run(
             tell = partial(_tell, keep, device, tuple(rows))
             rows += PointRun(subject, point, options, configs).run(step, tell)
         except Exception as error:  # whatever a point does, the others are measured
-            rows += failed_rows(_at(options, point), list(configs), error)
+            rows += failed_rows(replace(options, points=(point,)), list(configs), error)
             release(device)
+    if options.int4:
+        tell = partial(_tell, keep, device, tuple(rows))
+        rows = by_point(rows + packed_rows(subject, options, configs, step, tell), options.points)
     soaked = soak_optimized(subject, options, step) if options.soak else None
     if options.peers:
         step("vLLM on the same weights")
         rows = with_peers(rows, subject, options)
     return _result(device, rows) | ({} if soaked is None else {"soak": soaked})
+
+
+def packed_rows(
+    subject: Subject, options: Options, configs: dict[str, Any], step: Step, keep: Callable[[list[Row]], None]
+) -> list[Row]:
+    """Rows of everything chosen, and of the adaptive variants, with weights in four bits too.
+
+    Packing takes longer than measuring, so all points share one.
+    """
+    rows: list[Row] = []
+    chosen = chosen_config(options.passes)
+    adaptive = {name: config for name, config in configs.items() if config is not None and _has_adaptive(config)}
+    for name, config in ({"": chosen} | adaptive).items():
+        name = f"int4 {name}".rstrip()
+        config = OptimizeConfig((*config.passes, MixedPrecision(method="rtn")), allow_skips=True)
+        step(f"{options.model} {name}: packing the weights")
+        try:
+            with applied(subject.model, config):
+                for point in options.points:
+                    rows += PointRun(subject, point, options, {name: config}, prepared=True).run(step)
+                    keep(rows)
+        except Exception as error:
+            done = {(row.batch, row.prompt_length) for row in rows if row.variant == name}
+            missing = [p for p in options.points if (p.batch, p.prompt_length) not in done]
+            rows += failed_rows(replace(options, points=tuple(missing)), [name], error)
+        release(subject.model.device)
+    return rows
+
+
+def _has_adaptive(config: OptimizeConfig) -> bool:
+    return any(isinstance(p, AdaptiveTopK) for p in config.passes)
+
+
+def by_point(rows: Sequence[Row], points: Sequence[Point]) -> list[Row]:
+    """The rows of the first point, in their order, then those of the next."""
+    sizes = [(point.batch, point.prompt_length) for point in points]
+    return sorted(rows, key=lambda row: sizes.index((row.batch, row.prompt_length)))
 
 
 def soak_optimized(subject: Subject, options: Options, step: Step) -> dict[str, Any]:
@@ -424,10 +478,6 @@ def _fill_peer(row: Row, same_point: Sequence[Row], measured: dict[str, Any]) ->
             equal = sum(a == b for a, b in zip(got, expected, strict=True))
             row.detail = f"first token as stock's in {equal} of {len(expected)} rows"
     row.floor_ratio = row.itl_ms / row.floor_ms if row.floor_ms else None
-
-
-def _at(options: Options, point: Point) -> Options:
-    return Options(**{**vars(options), "points": (point,)})
 
 
 def _result(device: torch.device, rows: list[Row]) -> dict[str, Any]:

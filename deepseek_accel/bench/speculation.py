@@ -18,6 +18,7 @@ from ..config import OptimizeConfig
 from ..errors import AccelError
 from ..generation.latency import MOST_DRAFTS
 from ..generation.speculate import Speculated
+from ..passes.mixed_precision import MixedPrecision
 from ..passes.speculative import Speculative
 from . import greedy
 from .environment import environment, resolve_device, resolve_dtype
@@ -68,11 +69,11 @@ def forced_loop(acceptance: float) -> type[Speculated]:
 
 def run(
     model_name: str, points: Sequence[Point], drafts: Sequence[int], acceptances: Sequence[float], new_tokens: int,
-    device_name: str = "auto", dtype_name: str | None = None, keep: Keep = forget,
+    device_name: str = "auto", dtype_name: str | None = None, keep: Keep = forget, *, int4: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """{"environment", "model", "rows"}: a row for each point, number of drafts and acceptance.
 
-    keep: told the rows so far after each of them.
+    keep: told the rows so far after each of them. int4: with weights in four bits, plain decoding too.
     """
     if any(not 1 <= number <= MOST_DRAFTS for number in drafts) or any(not 0 <= a <= 1 for a in acceptances):
         raise AccelError(f"drafts must be 1 to {MOST_DRAFTS}, acceptances 0 to 1")
@@ -80,17 +81,20 @@ def run(
         raise AccelError(f"at least {4 * MOST_DRAFTS} new tokens are needed to measure")
     device = resolve_device(device_name)
     subject = load(model_name, device, resolve_dtype(dtype_name, device))
-    lossless = OptimizeConfig.lossless().passes
+    chosen: tuple[Any, ...] = OptimizeConfig.lossless().passes
+    if int4:
+        chosen = (MixedPrecision(method="rtn"), *chosen)
     model, rows = subject.model, []  # type: Any, list[dict[str, Any]]
-    result = {"environment": environment(device), "model": model_name, "new_tokens": new_tokens, "rows": rows}
+    result = {"environment": environment(device), "model": model_name, "int4": int4, "new_tokens": new_tokens}
+    result["rows"] = rows
     for point in points:
         prompt = subject.prompt(point)
-        optimize(model, OptimizeConfig(lossless, allow_skips=True))
+        optimize(model, OptimizeConfig(chosen, allow_skips=True))
         plain = _step_seconds(model, prompt, new_tokens)
         restore(model)
         release(device)
         for number in drafts:
-            optimize(model, OptimizeConfig((*lossless, Speculative("ngram", number)), allow_skips=True))
+            optimize(model, OptimizeConfig((*chosen, Speculative("ngram", number)), allow_skips=True))
             speculation: Any = vars(model)["_accel_speculation"]
             speculation.source = ForcedSource()
             for acceptance in acceptances:

@@ -72,7 +72,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lef
 
 def generate_table(result: dict[str, Any]) -> Any:
     """One row per point and variant; times are medians, ratios are stock's time divided by the row's."""
-    columns = ["batch x prompt", "variant", "TTFT ms", "to stock", "ITL ms", "to stock", "tokens/s", "peak GiB"]
+    columns = ["batch x prompt", "variant", "TTFT ms", "to stock", "ITL ms", "to stock", "tokens/s"]
+    columns += ["weights GB", "peak GiB"]
     columns += ["of prefill", "KV bytes", "experts", "floor ms", "x floor", "checked"]
     rows = []
     for row in result["rows"]:
@@ -86,6 +87,7 @@ def generate_table(result: dict[str, Any]) -> Any:
                 number(row["itl_ms"]),
                 ratio(row["itl_ratio"]),
                 number(row["tokens_per_second"]),
+                "-" if row["weight_bytes"] is None else f"{row['weight_bytes'] / 1e9:.2f}",
                 *("n/a" if peak is None else f"{peak / 2**30:.2f}" for peak in peaks),
                 "-" if row["kv_bytes_per_token_and_layer"] is None else f"{row['kv_bytes_per_token_and_layer']:,.0f}",
                 number(row["experts_per_step"]),
@@ -207,7 +209,8 @@ def speculation_table(result: dict[str, Any]) -> Any:
     ]
     columns = ("batch x prompt", "drafts", "acceptance (forced)", "plain step, ms", "check, ms", "check / step",
                "tokens a step", "speed-up")  # fmt: skip
-    title = f"{describe(result['environment'])}\n{result['model']}: guesses of no cost, right by a draw"
+    packed = ", weights in four bits" if result["int4"] else ""
+    title = f"{describe(result['environment'])}\n{result['model']}{packed}: guesses of no cost, right by a draw"
     return table(title, columns, rows, left=1)
 
 

@@ -20,6 +20,7 @@ def add_commands(benches: Any) -> None:
     command.add_argument("--points", default="1x1024", metavar="BxP,...", help="batch x prompt tokens")
     command.add_argument("--drafts", default="1,3,5,7", metavar="N,...", help="guesses a step (default 1,3,5,7)")
     command.add_argument("--acceptance", default="0.62,0.72", metavar="A,...", help="forced (default 0.62,0.72)")
+    command.add_argument("--int4", action="store_true", help="with MixedPrecision, rounded to nearest")
     command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="per sequence (default 128)")
     place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
@@ -56,8 +57,9 @@ def bench_generate(arguments: argparse.Namespace) -> int:
         peers=arguments.peers,
         soak=arguments.soak,
         adaptive=tuple(arguments.adaptive.split(",")) if arguments.adaptive else (),
+        int4=arguments.int4,
     )
-    variants = len(options.configs()) + len(options.adaptive)
+    variants = len(options.configs()) + len(options.adaptive) + options.int4 * (1 + len(options.adaptive))
     loads = 1 + bool(options.adaptive)
     with tables.progress(loads + len(options.points) * variants + options.peers) as step:
         result = generate.run(options, step, keep=record(arguments, tables.generate_table))
@@ -132,7 +134,7 @@ def bench_quality(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
     )
     with tables.progress(1 + len(list(quality.variants(options)))) as step:
-        result = quality.run(options, step)
+        result = quality.run(options, step, keep=record(arguments, tables.quality_table))
     result["command"] = arguments.command_line
     write(arguments, result)
     tables.console().print(tables.quality_table(result))
@@ -151,7 +153,7 @@ def bench_ops(arguments: argparse.Namespace) -> int:
 
     chosen = arguments.op.split(",") if arguments.op else op_cases.OPS
     with tables.progress(ops.num_shapes(chosen, arguments.device)) as step:
-        result = ops.run(chosen, arguments.device, arguments.dtype, step)
+        result = ops.run(chosen, arguments.device, arguments.dtype, step, record(arguments, tables.ops_table))
     result["command"] = arguments.command_line
     write(arguments, result)
     tables.console().print(tables.ops_table(result))
@@ -172,7 +174,7 @@ def bench_speculation(arguments: argparse.Namespace) -> int:
     result = speculation.run(
         arguments.model, Point.parse_list(arguments.points), numbers(arguments.drafts, int),
         numbers(arguments.acceptance, float), arguments.new_tokens, arguments.device, arguments.dtype,
-        keep=record(arguments, tables.speculation_table),
+        keep=record(arguments, tables.speculation_table), int4=arguments.int4,
     )  # fmt: skip
     result["command"] = arguments.command_line
     write(arguments, result)
@@ -198,6 +200,9 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
         "--adaptive",
         metavar="TARGET,...",
         help="also AdaptiveTopK: 0.75, with a batch budget 0.75@8, or top1; routers calibrated on random tokens",
+    )
+    command.add_argument(
+        "--int4", action="store_true", help="also MixedPrecision, rounded to nearest, and so each adaptive variant"
     )
     command.add_argument("--ablate", action="store_true", help="also each pass alone")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
