@@ -53,7 +53,7 @@ class Row:
     ring_requests_per_second: float = 0.0
     ratio: float | None = None
     overlap: float = 1.0
-    """Gain if one batch at a time is tokenised beside a step: their sum over the longer one. The ring has two workers."""
+    """Gain of one batch at a time beside a step: their sum over the longer one. The ring has two workers."""
     status: str = "ok"
     detail: str = ""
 
