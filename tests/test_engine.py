@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from deepseek_accel import AccelError, CacheFullError, KVCache, models, optimize, restore
 from deepseek_accel.cache import Window
-from deepseek_accel.engine import Engine
+from deepseek_accel.engine import Engine, loop
 from deepseek_accel.engine.guard import MemoryGuard, Stage
 from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import picture, tiny_model
@@ -37,6 +37,15 @@ def tiny(model_type="deepseek_v3"):
 def bundled():
     model, tokenizer = models.load_tiny(dtype=torch.float32)
     return optimize(model), tokenizer
+
+
+@pytest.fixture(params=["at once", "lagging"], autouse=True)
+def lag(request, monkeypatch):
+    """On a GPU tokens are read one step behind. Everything must be the same, so that it is tried here too."""
+    if request.param == "lagging":
+        if "sixty_four" in request.node.name:
+            pytest.skip("takes long, and others do the same")
+        monkeypatch.setattr(loop, "lags", lambda device: True)
 
 
 def prompts(count, longest=40, seed=0):

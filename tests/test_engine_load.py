@@ -13,6 +13,7 @@ from deepseek_accel.engine import Engine
 from deepseek_accel.testing import tiny_model
 
 NUM_REQUESTS = 2000
+LONGEST = 60
 
 
 class Broken(LogitsProcessor):
@@ -63,11 +64,12 @@ def test_two_thousand_requests():
                      "kv_cache": {"page_size": 16}})  # fmt: skip
     draw = random.Random(5)
     kinds = [[draw.randrange(2, 128) for _ in range(draw.randrange(1, 60))] for _ in range(150)]
-    right = reference(model, kinds, 24)
+    right = reference(model, kinds, LONGEST)
     plans = []
     for _ in range(NUM_REQUESTS):
         fate = draw.choices(["whole", "cancelled", "broken", "drawn"], [75, 10, 5, 10])[0]
-        plans.append((draw.choice(kinds), draw.randrange(1, 25), fate, draw.randrange(0, 12)))
+        length = draw.randrange(1, draw.choice([12, LONGEST]))
+        plans.append((draw.choice(kinds), length, fate, draw.randrange(0, 12)))
     requests, watching = {}, Watching()
     with Engine(model, max_batch=24, max_pages=30, observer=watching) as engine:
 
@@ -97,7 +99,7 @@ def test_two_thousand_requests():
         reserved = facts["bytes_reserved"]
         assert facts["running"] == facts["waiting"] == facts["pages_of_rows"] == 0
         assert facts["pages_in_use"] == facts["pages_kept"] <= 30
-        again = engine.generate([plans[i][0] for i in range(200)], max_new_tokens=24, do_sample=False)
+        again = engine.generate([plans[i][0] for i in range(200)], max_new_tokens=LONGEST, do_sample=False)
         assert engine.facts()["bytes_reserved"] == reserved  # nothing grew
     assert len(results) == NUM_REQUESTS
     for i, (prompt, length, fate, after) in enumerate(plans):

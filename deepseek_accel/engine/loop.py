@@ -49,7 +49,7 @@ class Steps:
         self.scheduler, self.compute, self.prefill_tokens = scheduler, compute, prefill_tokens
         self.allowed = scheduler.max_rows
         """Rows that may run, after there was no memory for as many as `max_rows`."""
-        self._lags = compute.device.type == "cuda"
+        self._lags = lags(compute.device)
         self._posts: deque[Post] = deque()
         self._last = torch.zeros(scheduler.max_rows, dtype=torch.int64, device=compute.device)
         """[rows]: the token that each row's next step starts from."""
@@ -182,9 +182,6 @@ class Steps:
         for each in sequences:
             each.ahead += 1
         self._post(tokens, sequences)
-        for i in alone:
-            if (error := sequences[i].error) is not None:
-                self.scheduler.finish(sequences[i], "error", error)
 
     def _choose_alone(self, sequence: Sequence, logits: Tensor, token: Tensor, drawn: float) -> None:
         """Let a request's own processors choose, into token [1]. What they raise is its error alone."""
@@ -201,7 +198,7 @@ class Steps:
 
     def _post(self, tokens: Tensor, sequences: list[Sequence]) -> None:
         event = None
-        if self._lags:
+        if tokens.is_cuda:
             host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
             tokens = host.copy_(tokens, non_blocking=True)
             event = torch.cuda.Event()
@@ -216,7 +213,11 @@ class Steps:
                 post.event.synchronize()
             when = perf_counter()
             for token, (sequence, epoch) in zip(post.tokens.tolist(), post.sequences, strict=True):
-                if sequence.reason is None and sequence.epoch == epoch:
+                if sequence.reason is not None or sequence.epoch != epoch:
+                    continue
+                if sequence.error is not None and sequence.ahead == 1:  # this is the token that could not be chosen
+                    self.scheduler.finish(sequence, "error", sequence.error)
+                else:
                     self._hand_out(sequence, token, when)
 
     def _hand_out(self, sequence: Sequence, token: int, when: float) -> None:
@@ -263,7 +264,7 @@ class Steps:
         for sequence in scheduler.running[::-1]:
             scheduler.preempt(sequence)
         scheduler.pages.evict()
-        if self._lags:
+        if self.compute.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def drop(self, error: Exception) -> None:
@@ -279,6 +280,11 @@ class Steps:
         except Exception as error:
             logger.exception("the tokens of the last step could not be read")
             self.drop(error)
+
+
+def lags(device: torch.device) -> bool:
+    """Whether a step is launched before the tokens of the last one are known."""
+    return device.type == "cuda"
 
 
 def why_over(sequence: Sequence, token: int, when: float) -> Any:

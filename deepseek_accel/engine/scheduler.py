@@ -38,6 +38,7 @@ class Sequence:
     ids: torch.Tensor | None = None
     """[1, T] on the device, for a request that runs processors of its own: tokens and those ahead."""
     error: Exception | None = None
+    """What its own processors raised, once they have. The tokens before are still handed out."""
     reason: FinishReason | None = None
     """Once it is over."""
     out_of_memory: int = 0
@@ -58,7 +59,7 @@ class Sequence:
     @property
     def goes_on(self) -> bool:
         """Whether a decoding step may give it a token, as far as the host knows."""
-        return not self.is_prompt and self.produced + self.ahead < self.settings.max_new_tokens
+        return self.error is None and not self.is_prompt and self.produced + self.ahead < self.settings.max_new_tokens
 
 
 @dataclass
