@@ -315,43 +315,66 @@ def run(
         step(f"loading {options.model}")
         subject = load(options.model, device, resolve_dtype(options.dtype, device))
     require_positions(subject, options)
-    rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "bench": "stress", "environment": environment(device), "model": options.model,
         "dtype": dtype_name(subject.model.dtype), "load": options.load, "mix": options.mix.describe(),
         "seed": options.seed, "prefill_tokens": options.prefill_tokens, "max_batch": options.max_batch,
-        "max_pages": options.max_pages, "rows": rows, "stock": [], "fits": [],
+        "max_pages": options.max_pages, "rows": [], "stock": [], "fits": [],
     }  # fmt: skip
     runs = [PointRun(subject, options, row, i) for i, row in enumerate(points(options))]
-    if options.stock:
-        for point in runs:
-            step(f"stock, batch of {point.row.users}")
-            result["stock"].append(point.run_stock())
-            keep(result)
-            release(device)
-        if options.split:
-            result["stock_split"] = studies.stock_split(subject, options.split, step)
+    # On a CPU stock and engine take turns, so that whatever else the machine does meets both. On a GPU a turn would
+    # capture graphs anew.
+    turns = [[point] for point in runs] if options.stock and device.type == "cpu" and runs else [runs]
+    if options.stock and options.split:
+        result["stock_split"] = studies.stock_split(subject, options.split, step)
     watch = Watch()
-    with engine_of(subject, options, watch) as engine:
-        for point in runs:
-            step(f"{options.model} {point.row}")
-            try:
-                point.run(engine, watch)
-            except Exception as error:  # whatever one point does, the others are measured
-                point.row.status = ERROR
-                point.row.detail = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
-            rows.append(asdict(point.row))
-            keep(result)
-            if point.row.answered + point.row.errors < point.row.requests:
-                break  # an engine that lost requests, or still has some, is not measured further
-        result["fits"] = fits([point.row for point in runs]) if runs else []
-        if options.split:
-            result["split"] = studies.split(engine, watch, subject, options.split, step)
-            keep(result)
-        if options.breakdown is not None:
-            step(f"one request of {options.breakdown} tokens")
-            result["breakdown"] = studies.breakdown(engine, watch, subject, options.breakdown)
+    for turn in turns:
+        if options.stock:
+            _run_stock(turn, result, step, keep)
+        with engine_of(subject, options, watch) as engine:
+            whole = all(_run_point(point, engine, watch, result, step, keep) for point in turn)
+            if turn is turns[-1] and whole:
+                result["fits"] = fits([point.row for point in runs]) if runs else []
+                _run_studies(engine, watch, subject, options, result, step, keep)
+        if not whole:
+            break
     return result
+
+
+def _run_stock(turn: Sequence[PointRun], result: dict[str, Any], step: Callable[[str], None], keep: Keep) -> None:
+    for point in turn:
+        step(f"stock, batch of {point.row.users}")
+        result["stock"].append(point.run_stock())
+        keep(result)
+        release(point.subject.model.device)
+
+
+def _run_point(
+    point: PointRun, engine: Any, watch: Watch, result: dict[str, Any], step: Callable[[str], None], keep: Keep
+) -> bool:
+    """False if the engine lost requests, or may still have some: it is not measured further."""
+    row = point.row
+    step(f"{point.options.model} {row}")
+    try:
+        point.run(engine, watch)
+    except Exception as error:  # what was measured before is kept
+        row.status = ERROR
+        row.detail = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+    result["rows"].append(asdict(row))
+    keep(result)
+    return row.answered + row.errors == row.requests
+
+
+def _run_studies(
+    engine: Any, watch: Watch, subject: Subject, options: Options, result: dict[str, Any],
+    step: Callable[[str], None], keep: Keep,
+) -> None:  # fmt: skip
+    if options.split:
+        result["split"] = studies.split(engine, watch, subject, options.split, step)
+        keep(result)
+    if options.breakdown is not None:
+        step(f"one request of {options.breakdown} tokens")
+        result["breakdown"] = studies.breakdown(engine, watch, subject, options.breakdown)
 
 
 def require_positions(subject: Subject, options: Options) -> None:
