@@ -16,6 +16,7 @@ from . import greedy
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .generate import applied, release
 from .measure import seconds
+from .record import Keep, forget
 from .shapes import Point, Subject, load
 
 FULL = "full"
@@ -83,13 +84,19 @@ def config_of(fields: dict[str, Any], context: int) -> dict[str, Any]:
     return config | {"kv_cache": config["kv_cache"] | fields, "allow_skips": True}
 
 
-def run(options: Options, step: Step = lambda text: None, subject: Subject | None = None) -> dict[str, Any]:
-    """Measure every point with every variant: {"environment": ..., "rows": [...]}, ready for JSON."""
+def run(
+    options: Options, step: Step = lambda text: None, subject: Subject | None = None, keep: Keep = forget
+) -> dict[str, Any]:
+    """Measure every point with every variant: {"environment": ..., "rows": [...]}, ready for JSON.
+
+    step: told what is measured next; keep: told the rows so far after each of them.
+    """
     device = resolve_device(options.device) if subject is None else subject.model.device
     if subject is None:
         step(f"loading {options.model}")
         subject = load(options.model, device, resolve_dtype(options.dtype, device))
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {"environment": environment(device), "rows": rows}
     for point in options.points:
         for name, fields in CONFIGS.items():
             if options.variants and name not in options.variants:
@@ -105,7 +112,8 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
                 row.detail = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
             release(device)
             rows.append(asdict(row))
-    return {"environment": environment(device), "rows": rows}
+            keep(result)
+    return result
 
 
 def _measure(row: Row, subject: Subject, point: Point, options: Options, reuses: bool) -> None:

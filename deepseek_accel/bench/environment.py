@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 import subprocess
@@ -64,6 +65,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+@functools.cache
 def commit() -> str:
     """The commit of this package's source tree, with "+changes" if files differ from it, or "unknown"."""
     here = str(Path(__file__).parent)
@@ -81,6 +83,7 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+@functools.cache
 def _driver(index: int) -> str:
     query = ("nvidia-smi", f"--id={index}", "--query-gpu=driver_version", "--format=csv,noheader")
     if (version := _output(*query)) is not None:

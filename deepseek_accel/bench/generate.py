@@ -12,6 +12,7 @@ import statistics
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .floor import cache_of, counted_experts, expected_experts, step_bytes
 from .measure import copy_bandwidth
+from .record import Keep, forget
 from .shapes import Point, Subject, chosen_config, load, variants
 
 STOCK = "stock"
@@ -148,10 +150,12 @@ class PointRun:
         self.noise: torch.Tensor | None = None
         self.experts: float | None = None
 
-    def run(self, step: Step) -> list[Row]:
+    def run(self, step: Step, keep: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+        """keep: told the rows that are done after each of them."""
         self._sample_stock()
         # On a CPU the variants take turns, so that whatever else the machine does meets all of them. On a GPU a turn
         # would capture graphs anew.
+        done: list[Row] = []
         visits = self.options.repeats if self.device.type == "cpu" else 1
         for visit in range(visits):
             for name, row in self.rows.items():
@@ -159,10 +163,12 @@ class PointRun:
                     step(f"{self.options.model} {self.point} {name}")
                 if row.status == OK:
                     self._visit(name, self.options.repeats // visits, first=visit == 0)
-        for name in self.rows:
-            self._fill(name)
-        self._ratios()
-        return list(self.rows.values())
+                if visit == visits - 1:
+                    self._fill(name)
+                    self._ratios()
+                    done.append(row)
+                    keep(done)
+        return done
 
     def _sample_stock(self) -> None:
         count = min(CHECKED_TOKENS, self.options.new_tokens)
@@ -328,10 +334,13 @@ def failed_rows(options: Options, configs: Sequence[str], error: BaseException) 
     return rows
 
 
-def run(options: Options, step: Step = lambda text: None, subject: Subject | None = None) -> dict[str, Any]:
+def run(
+    options: Options, step: Step = lambda text: None, subject: Subject | None = None, keep: Keep = forget
+) -> dict[str, Any]:
     """Measure every point; returns {"environment": ..., "rows": [...]}, ready for JSON.
 
     step: told what is measured next, once per row. subject: a model to use instead of loading `options.model`.
+    keep: told the rows so far after each of them.
     Raises AccelError on options that are wrong. A device, model or point that does not work is a row that says so.
     """
     configs = options.configs()
@@ -352,7 +361,8 @@ def run(options: Options, step: Step = lambda text: None, subject: Subject | Non
     rows: list[Row] = []
     for point in options.points:
         try:
-            rows += PointRun(subject, point, options, configs).run(step)
+            tell = partial(_tell, keep, device, tuple(rows))
+            rows += PointRun(subject, point, options, configs).run(step, tell)
         except Exception as error:  # whatever a point does, the others are measured
             rows += failed_rows(_at(options, point), list(configs), error)
             release(device)
@@ -425,6 +435,10 @@ def _result(device: torch.device, rows: list[Row]) -> dict[str, Any]:
     with contextlib.suppress(RuntimeError):  # a device that broke down cannot be measured
         facts["copy_bytes_per_second"] = copy_bandwidth(device)
     return {"environment": facts, "rows": [asdict(row) for row in rows]}
+
+
+def _tell(keep: Keep, device: torch.device, before: Sequence[Row], done: Sequence[Row]) -> None:
+    keep(_result(device, [*before, *done]))
 
 
 def exit_code(rows: Sequence[dict[str, Any]]) -> int:

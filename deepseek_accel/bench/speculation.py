@@ -22,6 +22,7 @@ from ..passes.speculative import Speculative
 from . import greedy
 from .environment import environment, resolve_device, resolve_dtype
 from .generate import release
+from .record import Keep, forget
 from .shapes import Point, load
 
 
@@ -67,9 +68,12 @@ def forced_loop(acceptance: float) -> type[Speculated]:
 
 def run(
     model_name: str, points: Sequence[Point], drafts: Sequence[int], acceptances: Sequence[float], new_tokens: int,
-    device_name: str = "auto", dtype_name: str | None = None,
+    device_name: str = "auto", dtype_name: str | None = None, keep: Keep = forget,
 ) -> dict[str, Any]:  # fmt: skip
-    """{"environment", "model", "rows"}: a row for each point, number of drafts and acceptance."""
+    """{"environment", "model", "rows"}: a row for each point, number of drafts and acceptance.
+
+    keep: told the rows so far after each of them.
+    """
     if any(not 1 <= number <= MOST_DRAFTS for number in drafts) or any(not 0 <= a <= 1 for a in acceptances):
         raise AccelError(f"drafts must be 1 to {MOST_DRAFTS}, acceptances 0 to 1")
     if new_tokens < 4 * MOST_DRAFTS:
@@ -77,7 +81,8 @@ def run(
     device = resolve_device(device_name)
     subject = load(model_name, device, resolve_dtype(dtype_name, device))
     lossless = OptimizeConfig.lossless().passes
-    model, rows = subject.model, []
+    model, rows = subject.model, []  # type: Any, list[dict[str, Any]]
+    result = {"environment": environment(device), "model": model_name, "new_tokens": new_tokens, "rows": rows}
     for point in points:
         prompt = subject.prompt(point)
         optimize(model, OptimizeConfig(lossless, allow_skips=True))
@@ -105,9 +110,10 @@ def run(
                         "speed_up": plain / per_token,
                     }
                 )
+                keep(result)
             restore(model)
             release(device)
-    return {"environment": environment(device), "model": model_name, "rows": rows}
+    return result
 
 
 def _step_seconds(model: Any, prompt: torch.Tensor, new_tokens: int) -> float:

@@ -311,9 +311,25 @@ def plan_view(result: dict[str, Any]) -> list[Any]:
     return ["\n".join(lines), passes_table("what optimize(model) would do", result["passes"])]
 
 
+def lines(table: Any) -> list[str]:
+    """Each row of a table as one line that stands alone: every cell with something in it after its column's name."""
+    names = [str(column.header) for column in table.columns]
+    rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
+    return [
+        ", ".join(f"{name} {cell}".strip() for name, cell in zip(names, row, strict=True) if cell not in ("", "-"))
+        for row in rows
+    ]
+
+
 def write_json(path: str, result: dict[str, Any]) -> None:
-    """Write the result. Infinite and NaN numbers become null."""
-    Path(path).write_text(to_json(result) + "\n", encoding="utf-8")
+    """Write the result. Infinite and NaN numbers become null. A file is replaced whole, so it is never half one."""
+    text, target = to_json(result) + "\n", Path(path)
+    if target.exists() and not target.is_file():  # such as /dev/stdout
+        target.write_text(text, encoding="utf-8")
+        return
+    part = target.with_name(target.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(target)
 
 
 def to_json(result: dict[str, Any]) -> str:
