@@ -1,7 +1,8 @@
 """A PEFT adapter on an optimized model: train it, save it, generate with it, merge it, undo the optimization.
 
-The saved adapter is PEFT's own, and gives a stock model the same text. While gradients are wanted, and while `kv_b_proj` carries an adapter, attention runs as Hugging Face wrote it; the
-report counts both. After the merge the projection is a plain matrix again and decoding is absorbed.
+The saved adapter is PEFT's own, and gives a stock model the same text. While gradients are wanted, and while
+`kv_b_proj` carries an adapter, attention runs as Hugging Face wrote it; the report counts both. After the merge the
+projection is a plain matrix again and decoding is absorbed.
 
     python examples/lora_adapter.py
 """
