@@ -79,7 +79,7 @@ def test_the_file_of_a_whole_run_is_not_marked(tmp_path, capsys):
 
 
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path, capsys):
-    table = tables._table("t", ["a", "b"], [["1", "-"]])
+    table = tables.table("t", ["a", "b"], [["1", "-"]])
     record = Record(str(tmp_path / "no" / "such.json"), ["x"], lambda result: table)
     record({"rows": []})
     record({"rows": []})

@@ -105,7 +105,7 @@ def study(kind: str, loads: Sequence[float], samples: Sequence[Sequence[float]],
     found = knees(a, b, c, kind, loads)
     found = found[~np.isnan(found)]
     share = len(found) / RESAMPLES
-    knee = float(knees(*(np.array([value]) for value in (curve.a, curve.b, curve.c)), kind, loads)[0])
+    knee = float(knees(np.array([curve.a]), np.array([curve.b]), np.array([curve.c]), kind, loads)[0])
     interval = None if len(found) < 2 else [float(value) for value in np.percentile(found, (2.5, 97.5))]
     has = not np.isnan(knee)
     return asdict(curve) | {

@@ -56,7 +56,7 @@ def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> Any:
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -101,7 +101,7 @@ def generate_table(result: dict[str, Any]) -> Any:
     title += "; peak: above the weights; KV: per token and layer; experts: distinct, per step and layer"
     if (copy := result["environment"].get("copy_bytes_per_second")) is not None:
         title += f"\nfloor: weights touched and keys read at the measured copy speed of {copy / 1e9:,.0f} GB/s"
-    return _table(title, columns, rows)
+    return table(title, columns, rows)
 
 
 def soak_line(soak: dict[str, Any]) -> str:
@@ -135,7 +135,7 @@ def gating_table(result: dict[str, Any]) -> Any:
         title += (
             f"\nleaving out one rank of one layer: r = {result['brute_force']['correlation']:.3f} with the prediction"
         )
-    return _table(title, columns, rows)
+    return table(title, columns, rows)
 
 
 def cache_table(result: dict[str, Any]) -> Any:
@@ -166,7 +166,7 @@ def cache_table(result: dict[str, Any]) -> Any:
                 row["detail"],
             ]
         )
-    return _table(f"{result['rows'][0]['model']} on {describe(result['environment'])}", columns, rows)
+    return table(f"{result['rows'][0]['model']} on {describe(result['environment'])}", columns, rows)
 
 
 def quality_table(result: dict[str, Any]) -> Any:
@@ -188,7 +188,7 @@ def quality_table(result: dict[str, Any]) -> Any:
         for row in result["rows"]
     ]
     what = f"{result['contexts']} contexts of {result['context_tokens']} tokens, {result['model']}, {result['dtype']}"
-    return _table(f"{what}, on {describe(result['environment'])}", columns, rows)
+    return table(f"{what}, on {describe(result['environment'])}", columns, rows)
 
 
 def speculation_table(result: dict[str, Any]) -> Any:
@@ -207,7 +207,8 @@ def speculation_table(result: dict[str, Any]) -> Any:
     ]
     columns = ("batch x prompt", "drafts", "acceptance (forced)", "plain step, ms", "check, ms", "check / step",
                "tokens a step", "speed-up")  # fmt: skip
-    return _table(f"{result['model']}: guesses of no cost, right by a draw", columns, rows, left=1)
+    title = f"{describe(result['environment'])}\n{result['model']}: guesses of no cost, right by a draw"
+    return table(title, columns, rows, left=1)
 
 
 def host_table(result: dict[str, Any]) -> Any:
@@ -240,7 +241,7 @@ def drafts_table(result: dict[str, Any]) -> Any:
         for row in result["rows"]
     ]
     columns = ("draft", "parameters", "a guess, ms", "acceptance", "accepted of 4", "best number", "predicted", "")
-    return _table(f"drafts for {result['target']}, {result['tokens']:,} tokens written", columns, rows, left=1)
+    return table(f"drafts for {result['target']}, {result['tokens']:,} tokens written", columns, rows, left=1)
 
 
 def ops_table(result: dict[str, Any]) -> Any:
@@ -263,7 +264,7 @@ def ops_table(result: dict[str, Any]) -> Any:
     facts = result["environment"]
     dtype = result["rows"][0]["dtype"] if result["rows"] else ""
     title = f"{describe(facts)}\n{dtype}, copy speed {facts['copy_bytes_per_second'] / 1e9:,.0f} GB/s"
-    return _table(title, columns, rows)
+    return table(title, columns, rows)
 
 
 def passes_table(title: str, passes: Sequence[dict[str, Any]]) -> Any:
@@ -278,7 +279,7 @@ def passes_table(title: str, passes: Sequence[dict[str, Any]]) -> Any:
         ]
         for row in passes
     ]
-    return _table(title, ["pass", "status", "effect", "edits", "why and how"], rows, left=3)
+    return table(title, ["pass", "status", "effect", "edits", "why and how"], rows, left=3)
 
 
 def demo_view(result: dict[str, Any]) -> list[Any]:
@@ -301,7 +302,7 @@ def demo_view(result: dict[str, Any]) -> list[Any]:
     title = (
         f"{describe(result['environment'])}\nmodel {result['model']}, {result['dtype']}, 1x{result['prompt_tokens']}"
     )
-    times = _table(f"{title}, {result['new_tokens']} new tokens", ["", "stock", "optimized", "faster"], rows, left=1)
+    times = table(f"{title}, {result['new_tokens']} new tokens", ["", "stock", "optimized", "faster"], rows, left=1)
     same = "the same tokens" if result["tokens_equal"] else "DIFFERENT TOKENS"
     views: list[Any] = [
         f"prompt ends with:\n{result['prompt_end']}\n",

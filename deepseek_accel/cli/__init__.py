@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import AccelError
-from . import bench, models
+from . import bench, models, stress
 from .models import checkpoint_plan, place
 
 __all__ = ["checkpoint_plan", "main", "parser", "place"]
@@ -33,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
         title="benches", required=True, metavar="BENCH"
     )
     bench.add_commands(benches)
+    stress.add_commands(benches)
     return top
 
 

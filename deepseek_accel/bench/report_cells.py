@@ -1,0 +1,78 @@
+"""The parts of a section of the report page, and how a value of a row becomes the text of a cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .charts import Chart
+from .tables import number, ratio
+
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column heads its row."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    heading: str
+    remarks: Sequence[str]
+    charts: Sequence[Chart]
+    tables: Sequence[Table]
+
+
+def number_of(name: str) -> Callable[[Row], str]:
+    return lambda row: number(row.get(name))
+
+
+def ratio_of(name: str) -> Callable[[Row], str]:
+    return lambda row: ratio(row.get(name))
+
+
+def text_of(name: str) -> Callable[[Row], str]:
+    return lambda row: plain(row.get(name))
+
+
+def gibibytes_of(name: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row.get(name) is None else f"{row[name] / 2**30:.2f}"
+
+
+def part_of(name: str, key: str) -> Callable[[Row], str]:
+    return lambda row: number((row.get(name) or {}).get(key))
+
+
+def checked(row: Row) -> str:
+    detail, status = plain(row.get("detail")), row.get("status", "ok")
+    return detail if status == "ok" else f"{status}: {detail}"
+
+
+def plain(value: Any) -> str:
+    """Any JSON value as a short text."""
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value, 4)
+    if isinstance(value, int):
+        return f"{value:,}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def table_of(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    return Table(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+
+
+def drawn(*charts: Chart | None) -> list[Chart]:
+    return [chart for chart in charts if chart is not None]
