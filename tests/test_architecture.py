@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "models": {"errors"},
     "testing": set(),
 }
-FREE = {"bench", "cli", "__main__"}
+FREE = {"bench", "cli", "engine", "__main__"}
 
 
 def internal_imports(path: Path):

@@ -104,7 +104,7 @@ def prefill(
         held = [layer.append(batch, count) for layer in cache.layers]
         if instead is not None:
             return instead(input_ids, position_ids, [pages for pages, _ in held], held[0][1])
-        return _run(stepper, input_ids, held, starts, position_ids, activation_bytes, states, num_states)
+        return run_pieces(stepper, input_ids, held, starts, position_ids, activation_bytes, states, num_states)
     except BaseException:
         if past:
             cache.commit(past)
@@ -113,16 +113,17 @@ def prefill(
         raise
 
 
-def _run(
+def run_pieces(
     stepper: Stepper,
     input_ids: Tensor,
     held: list[tuple[Any, Tensor]],
     starts: Tensor | None,
     position_ids: Tensor,
     activation_bytes: int,
-    states: list[Tensor] | None,
-    num_states: int,
+    states: list[Tensor] | None = None,
+    num_states: int = 0,
 ) -> Tensor:
+    """`prefill` where room has been made: held are each layer's pages, with the new tokens counted in, and slots."""
     model, (batch, count) = stepper.model, input_ids.shape
     # For all pieces at once, since rotary types that depend on the longest position must see it.
     layout, cos, sin = stepper.rotation(model.embedding[:1, None], position_ids)
