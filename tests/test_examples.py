@@ -28,6 +28,15 @@ PRINTS = {
         "samples: ['class Parser:",
         "texts equal after restore: True",
     ],
+    "batched_generation": [
+        "tokens equal: True",
+        "pieces: '\\n' 'class' ",
+        "{'num_beams': 4} AccelError",
+        "same seed, same tokens: True",
+        "cancelled: True",
+        "asyncio: 2 texts",
+        "still running: 0 waiting: 0",
+    ],
     "lora_adapter": [
         "with the adapter: {'attention: expanded (",
         "tokens equal on a stock model: True",

@@ -14,6 +14,7 @@ from ..models import path
 from ..quantization.files import local_config
 from .environment import environment, resolve_device
 from .record import Keep, forget
+from .tables import number, table
 
 CHUNK_BYTES = 1 << 26
 PAGE_SIZE = 64
@@ -132,3 +133,19 @@ def _switches(repeats: int) -> Iterator[tuple[str, float]]:
         (f"page table from nothing to {short:,} tokens", rebuild),
     ):
         yield name, sorted(times)[len(times) // 2]
+
+
+def host_table(result: dict[str, Any]) -> Any:
+    """One line per row: its time, and of what is loaded the speed and page faults."""
+    rows = [
+        [
+            row["what"],
+            number(row["seconds"] * 1e6 if row["gigabytes_per_second"] is None else row["seconds"] * 1e3),
+            "us" if row["gigabytes_per_second"] is None else "ms",
+            number(row["gigabytes_per_second"]),
+            "-" if row["major_faults"] is None else str(row["major_faults"]),
+        ]
+        for row in result["rows"]
+    ]
+    title = f"{result['directory']}, {result['bytes'] / 1e9:.3f} GB"
+    return table(title, ("what", "time", "", "GB/s", "major faults"), rows, left=1)

@@ -211,21 +211,6 @@ def speculation_table(result: dict[str, Any]) -> Any:
     return table(title, columns, rows, left=1)
 
 
-def host_table(result: dict[str, Any]) -> Any:
-    rows = [
-        [
-            row["what"],
-            number(row["seconds"] * 1e6 if row["gigabytes_per_second"] is None else row["seconds"] * 1e3),
-            "us" if row["gigabytes_per_second"] is None else "ms",
-            number(row["gigabytes_per_second"]),
-            "-" if row["major_faults"] is None else str(row["major_faults"]),
-        ]
-        for row in result["rows"]
-    ]
-    title = f"{result['directory']}, {result['bytes'] / 1e9:.3f} GB"
-    return _table(title, ("what", "time", "", "GB/s", "major faults"), rows, left=1)
-
-
 def drafts_table(result: dict[str, Any]) -> Any:
     rows = [
         [

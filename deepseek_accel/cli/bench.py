@@ -167,11 +167,11 @@ def bench_ops(arguments: argparse.Namespace) -> int:
 def bench_host(arguments: argparse.Namespace) -> int:
     from ..bench import host, tables
 
-    keep = record(arguments, tables.host_table)
+    keep = record(arguments, host.host_table)
     result = host.run(arguments.model, arguments.repeats, arguments.device, keep)
     result["command"] = arguments.command_line
     write(arguments, result)
-    tables.console().print(tables.host_table(result))
+    tables.console().print(host.host_table(result))
     return 0
 
 
