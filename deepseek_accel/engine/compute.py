@@ -101,7 +101,8 @@ class Compute:
         self.device = stepper.model.device
         self._graphs = graphs if uses_triton(self.device) else None
         self._leased = False
-        self._ragged = _Ragged(stepper, rows, torch.zeros(len(rows.rows), dtype=torch.int64))
+        # one row more than there are: it takes rows that are all there is to come in their own order
+        self._ragged = _Ragged(stepper, rows, torch.zeros(len(rows.rows) + 1, dtype=torch.int64))
         self._built: set[Any] = set()
         self._runs: dict[int, _StepRun] = {}
         self.without_graph: Counter[str] = Counter()

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from typing import Any
 
@@ -27,8 +27,8 @@ class Engine:
     """Runs requests on a model that `optimize` has changed (attention, kv_cache and layers passes).
 
     model: stays usable: `model.generate` may be called meanwhile, from any thread. tokenizer: for prompts and
-    results as text. max_batch: rows that decode at once; None: 128 on a GPU, or the largest batch size of its CUDA graphs, and 32
-    on a CPU. max_pages: most pages in use at once; None: what KVCache says, else as many as there is memory for.
+    results as text. max_batch: rows that decode at once; None: 128 on a GPU, or the largest batch size of its CUDA
+    graphs, and 32 on a CPU. max_pages: most pages in use at once; None: what KVCache says, else what memory allows.
     prefill_tokens: prompt tokens computed between two decoding steps at most. reuse_prefix: keep full pages for later
     requests that begin with the same tokens. observer: see `Observer`. guard: a `MemoryGuard`. max_waiting: requests
     that may wait; with more `submit` raises AccelError.
@@ -158,11 +158,13 @@ class Engine:
         *,
         seeds: Sequences[int | None] | None = None,
         options: Sequences[Mapping[str, Any]] | None = None,
+        each: Callable[[Result], Any] | None = None,
         **shared: Any,
     ) -> list[Result]:
         """The results of all prompts, in their order. One that fails does not stop the others: see `Result.error`.
 
-        seeds: one for each prompt. options: what differs from prompt to prompt, on top of those that all share.
+        seeds: one for each prompt. options: what differs from prompt to prompt, on top of those that all share. each:
+        called with every result, in their order, as soon as it and those before it are there.
         """
         for name, given in (("seeds", seeds), ("options", options)):
             if given is not None and len(given) != len(prompts):
@@ -177,11 +179,16 @@ class Engine:
                     requests.append(self._submit(prompt, draft, wait=True))
                 except Exception as error:
                     requests.append(error)
-            return [each.result() if isinstance(each, Request) else self._refused(each) for each in requests]
+            results = []
+            for request in requests:
+                results.append(request.result() if isinstance(request, Request) else self._refused(request))
+                if each is not None:
+                    each(results[-1])
+            return results
         except BaseException:  # the caller is interrupted: nobody waits for these any more
-            for each in requests:
-                if isinstance(each, Request):
-                    each.cancel()
+            for request in requests:
+                if isinstance(request, Request):
+                    request.cancel()
             raise
 
     def _refused(self, error: Exception) -> Result:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..families.base import Family
+from ..generation.batched import generate_batch
 from ..generation.decode import Loop, generate
 from ..generation.lines import Layer, Mixture, Watched, is_packed, read_layer
 from ..generation.reach import Reach
@@ -184,6 +185,8 @@ class FusedLayers(Pass):
             return
         loop = Loop(family, context.counters)
         yield Edit(model, "generate", partial(_Generate, generate, model, loop), "generate")
+        if hasattr(model, "generate_batch"):
+            yield Edit(model, "generate_batch", partial(partial, generate_batch, model, loop), "generate")
 
 
 PASS = FusedLayers
