@@ -14,6 +14,7 @@ NOTEBOOK = ROOT / "examples/notebook.ipynb"
 SAYS = {
     "tokens equal: True": 2,
     "tokens equal after restore: True": 1,
+    "tokens of all prompts equal: True": 1,
     "bytes of the cache: 2,048,000, with a budget of 512 tokens 819,200": 1,
     "parameters: 36,780,160 bytes before, 11,944,064 now": 1,
 }
