@@ -15,6 +15,7 @@ from .tables import number
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 46
 ROW, ROW_TOP, NAMES_WIDTH, VALUE_WIDTH = 20, 8, 150, 58
+MOST_TICKS = 9
 COLOURS = 7
 """Classes c0 to c6 of the page; further series begin anew, with other shapes."""
 
@@ -35,8 +36,8 @@ class Chart:
 
     title: str
     svg: str
-    names: Sequence[str]
-    """Of the series, in the order of their colours and shapes; none if the picture says them itself."""
+    key: Sequence[tuple[str, str]] = ()
+    """(SVG of 24 x 14, name) of each series; none if the picture names them itself."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,13 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
         found = [f * 10.0**d for d in decades for f in factors if low * 0.999 <= f * 10.0**d <= high * 1.001]
         if len(found) <= most:
             break
-    return found if len(found) > 1 else [low, high] if high > low else [low]
+    return found if len(found) > 1 else linear_ticks(low, high, about=3)
 
 
 def mark(x: float, y: float, series: int) -> str:
     """A sign for a point: its shape and colour say which series it is of."""
     colour = f"c{series % COLOURS}"
-    shape = (series + series // COLOURS) % 4
+    shape = series % 4
     if shape == 0:
         return f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
     offsets = (
@@ -109,7 +110,10 @@ def lines(
         return None
     across = _scale([x for x, _ in places], LEFT, WIDTH - RIGHT, x_log)
     up = _scale([y for _, y in places], HEIGHT - BOTTOM, TOP, y_log, from_zero=True)
-    parts = [_axes(across, up, x_label, y_label)]
+    measured = sorted({x for line in kept if not line.dashed for x, _ in line.points})
+    parts = [
+        _axes(across, up, x_label, y_label, measured if x_log and 0 < len(measured) <= MOST_TICKS else across.ticks())
+    ]
     for i, line in enumerate(kept):
         spots = [(across(x), up(y)) for x, y in line.points if y is not None]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in spots)
@@ -123,7 +127,13 @@ def lines(
         if not line.dashed
     )
     description = f"{y_label} against {x_label}. {words}."
-    return Chart(title, _svg(title, description, HEIGHT, parts), [line.name for line in kept])
+    key = [(_sign(i, line.dashed), line.name) for i, line in enumerate(kept)]
+    return Chart(title, _svg(title, description, HEIGHT, parts), key)
+
+
+def _sign(series: int, dashed: bool) -> str:
+    dash = ' stroke-dasharray="6 4"' if dashed else ""
+    return f'<path class="line l{series % COLOURS}" d="M0 7H24"{dash}/>' + ("" if dashed else mark(12, 7, series))
 
 
 def _scale(values: Sequence[float], start: float, end: float, log: bool, from_zero: bool = False) -> Scale:
@@ -138,13 +148,13 @@ def _scale(values: Sequence[float], start: float, end: float, log: bool, from_ze
     return Scale(low, high, start, end, log)
 
 
-def _axes(across: Scale, up: Scale, x_label: str, y_label: str) -> str:
+def _axes(across: Scale, up: Scale, x_label: str, y_label: str, x_ticks: Sequence[float]) -> str:
     parts = []
     for value in up.ticks():
         y = up(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>')
-    for value in across.ticks():
+    for value in x_ticks:
         x = across(value)
         parts.append(f'<path class="grid" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>')
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{_tick(value)}</text>')
@@ -162,7 +172,7 @@ def _tick(value: float) -> str:
         for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
             if abs(value) >= size:
                 return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def dots(
@@ -189,13 +199,13 @@ def dots(
             parts.append(f'<text x="{WIDTH}" y="{middle + 4:.1f}" text-anchor="end">{escape(form(value))}</text>')
             y += ROW
     parts.append(f'<path class="axis" d="M{NAMES_WIDTH} {y + 4}H{WIDTH - VALUE_WIDTH}"/>')
-    for tick in across.ticks():
+    for tick in log_ticks(low, high, most=5):
         parts.append(f'<path class="axis" d="M{across(tick):.1f} {y + 4}v4"/>')
         parts.append(f'<text x="{across(tick):.1f}" y="{y + 22}" text-anchor="middle">{_tick(tick)}</text>')
     axis_middle = (NAMES_WIDTH + WIDTH - VALUE_WIDTH) / 2
     parts.append(f'<text x="{axis_middle:.0f}" y="{y + 40}" text-anchor="middle">{escape(unit)}, logarithmic</text>')
     words = "; ".join(f"{group}, {name}: {form(value)}" for group, name, value in kept)
-    return Chart(title, _svg(title, f"{unit}. {words}.", y + 48, parts), ())
+    return Chart(title, _svg(title, f"{unit}. {words}.", y + 48, parts))
 
 
 def _cut(name: str, most: int = 20) -> str:

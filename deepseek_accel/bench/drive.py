@@ -171,16 +171,18 @@ def closed_loop(engine: Any, watch: Watch, jobs: Sequence[Job], users: int) -> l
 
 def open_loop(
     engine: Any, watch: Watch, jobs: Sequence[Job], arrivals: Sequence[float], handed: Sequence[float]
-) -> list[Answer]:
+) -> tuple[list[Answer], float]:
     """Job i is due `arrivals[i]` seconds after the start and submitted at `handed[i]`, whether or not others ended.
 
+    Returns the answers, and the most seconds by which a job was submitted later than that.
     Raises LostError if the engine falls silent.
     """
-    driver, start = _Driver(engine, watch), time.perf_counter()
+    driver, start, late = _Driver(engine, watch), time.perf_counter(), 0.0
     for job, due, moment in zip(jobs, arrivals, handed, strict=True):
         while driver.next_end(until=start + moment):
             pass
+        late = max(late, time.perf_counter() - start - moment)
         driver.send(job, start + due)
     while driver.flying:
         driver.next_end()
-    return driver.answers
+    return driver.answers, late

@@ -35,6 +35,11 @@ def number_of(name: str) -> Callable[[Row], str]:
     return lambda row: number(row.get(name))
 
 
+def short_of(name: str) -> Callable[[Row], str]:
+    """What somebody asked for, as they would write it."""
+    return lambda row: "-" if row.get(name) is None else f"{row[name]:g}"
+
+
 def ratio_of(name: str) -> Callable[[Row], str]:
     return lambda row: ratio(row.get(name))
 
@@ -71,7 +76,10 @@ def plain(value: Any) -> str:
 
 
 def table_of(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    return Table(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+    """A table of the rows, without the columns in which no row has anything."""
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] not in ("-", "n/a") for row in cells)]
+    return Table(title, [columns[i][0] for i in kept], [[row[i] for i in kept] for row in cells])
 
 
 def drawn(*charts: Chart | None) -> list[Chart]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AccelError
-from .charts import COLOURS, Chart, mark
+from .charts import COLOURS, Chart
 from .report_cells import Section, Table, plain
 from .report_sections import section
 
@@ -76,8 +76,7 @@ def _environment(name: str, result: dict[str, Any]) -> str:
 
 def _chart(chart: Chart, identity: str) -> str:
     key = "".join(
-        f'<li><svg aria-hidden="true" viewBox="0 0 14 14">{mark(7, 7, i)}</svg>{escape(name)}</li>'
-        for i, name in enumerate(chart.names)
+        f'<li><svg aria-hidden="true" viewBox="0 0 24 14">{sign}</svg>{escape(name)}</li>' for sign, name in chart.key
     )
     picture = re.sub(r"\bID-([td])\b", rf"{identity}-\1", chart.svg, count=4)
     keys = f'<ul class="key">{key}</ul>' if key else ""
@@ -103,7 +102,8 @@ def _table(table: Table, identity: str) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return text in ("-", "n/a") or re.fullmatch(r"[+-]?[\d,]*\.?\d+x?", text) is not None
+    """Of numbers, or of several with slashes between them."""
+    return all(re.fullmatch(r"-|n/a|[+-]?[\d,]*\.?\d+x?", part) is not None for part in text.split(" / "))
 
 
 def _style() -> str:
@@ -136,15 +136,15 @@ figure{margin:0;min-width:0;max-width:560px}
 figcaption{font-weight:600;margin-bottom:.25rem}
 figure>svg{display:block;width:100%;height:auto}
 .key{list-style:none;display:flex;flex-wrap:wrap;gap:.1rem .9rem;margin:0 0 .25rem;padding:0;font-size:.85rem}
-.key svg{width:14px;height:14px;margin-right:.35rem;vertical-align:-2px}
+.key svg{width:24px;height:14px;margin-right:.35rem;vertical-align:-2px}
 svg text{fill:var(--ink);font:12px system-ui,sans-serif}
 svg .group{font-weight:600}
 .grid{stroke:var(--rule);fill:none}.axis{stroke:var(--soft);fill:none}.line{fill:none;stroke-width:2}
 .scroll{overflow-x:auto;margin:1rem 0}
-table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
+table{min-width:min(100%,26rem);border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;font-size:1rem;padding-bottom:.3rem}
 th,td{padding:.25rem .6rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)}
-td:last-child{min-width:14ch}
+td:last-child:not(.n){min-width:24ch}
 thead th{vertical-align:bottom;border-bottom:2px solid var(--soft);min-width:4.2rem}
 tbody th{font-weight:600;white-space:nowrap}
 .n{text-align:right;white-space:nowrap}thead .n{white-space:normal}
@@ -152,5 +152,5 @@ tbody tr:nth-child(even){background:var(--band)}
 @media print{
 body{font-size:10pt}main{max-width:none;padding:0}nav{display:none}
 .scroll{overflow:visible}table{font-size:6.5pt}th,td{padding:.1rem .2rem;min-width:0!important}
-figure,tr{break-inside:avoid}h2,caption{break-after:avoid}.charts{grid-template-columns:1fr 1fr}}
+figure,tr,.scroll{break-inside:avoid}h2,caption{break-after:avoid}.charts{grid-template-columns:1fr 1fr}}
 """

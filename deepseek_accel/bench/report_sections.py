@@ -80,7 +80,9 @@ def _generate(result: dict[str, Any]) -> Section:
     ]
     if (copy := result["environment"].get("copy_bytes_per_second")) is not None:
         remarks.append(f"Copy speed: {copy / 1e9:,.0f} GB/s.")
-    heading = f"Whole models: {_model(result)}, {first.get('dtype')}, {first.get('new_tokens')} new tokens"
+    heading = (
+        f"Whole models: {_model(result)}, {plain(first.get('dtype'))}, {plain(first.get('new_tokens'))} new tokens"
+    )
     soak = result.get("soak")
     extra = [table_of("Many calls of mixed size", [soak], [(k, text_of(k)) for k in soak])] if soak else []
     return Section(heading, remarks, drawn(*times), [table_of("Times by point and variant", rows, columns), *extra])

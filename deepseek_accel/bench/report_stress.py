@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from .report_cells import (
     part_of,
     plain,
     ratio_of,
+    short_of,
     table_of,
     text_of,
 )  # fmt: skip
-from .stress_tables import heading
+from .stress_tables import PERCENTILES, heading
+from .tables import number
 
 FITTED_POINTS = 40
 
@@ -40,9 +43,9 @@ def stress_section(result: dict[str, Any]) -> Section:
     if result.get("stock"):
         tables.append(_table("Stock generate on static batches", result["stock"]))
     fits = [fit for fit in result.get("fits", ()) if "a" in fit]
-    remarks += [f"P{fit['percentile']:g} of the latency: knee {fit['knee_text']}." for fit in result.get("fits", ())]
+    remarks += [f"P{fit['percentile']:g} of the latency: knee: {fit['knee_text']}." for fit in result.get("fits", ())]
     if fits:
-        tables.append(_table("Latency = a + b load^c, in ms", fits, leave_out=("knee_text",)))
+        tables.append(_table("Latency = a + b load^c, in ms", [_of_fit(fit) for fit in fits]))
     if result.get("split"):
         both = [{"of": "engine"} | row for row in result["split"]]
         both += [{"of": "stock generate"} | row for row in result.get("stock_split", ())]
@@ -50,11 +53,14 @@ def stress_section(result: dict[str, Any]) -> Section:
     if result.get("breakdown"):
         tables.append(_breakdown(result["breakdown"]))
     charts = _curves(rows, fits, opened) if len(rows) > 1 else []
-    return Section(f"Under load: {result.get('model')}, {result.get('dtype')}", remarks, charts, tables)
+    what = f"Under load ({result['load']} loop)" if rows else "Single requests of the engine"
+    return Section(f"{what}: {result.get('model')}, {result.get('dtype')}", remarks, charts, tables)
 
 
 def _points(rows: list[Row], opened: bool) -> Table:
-    columns: list[Column] = [("requests/s asked", number_of("rate")), ("window ms", number_of("window_ms"))]
+    columns: list[Column] = [
+        ("requests/s asked", short_of("rate")), ("window ms", short_of("window_ms"))
+    ]  # fmt: skip
     if not opened:
         columns = [("users", text_of("users")), ("requests", text_of("requests"))]
     columns += [
@@ -63,7 +69,7 @@ def _points(rows: list[Row], opened: bool) -> Table:
     ]
     columns.append(("requests/s", number_of("requests_per_second")))
     for name, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("latency", "e2e_ms")):
-        columns += [(f"{name} {p} ms", part_of(key, p.lower())) for p in ("P50", "P95", "P99")]
+        columns.append((f"{name} ms, P50 / P95 / P99", partial(_percentiles, key)))
     if opened:
         columns += [
             ("latency mean ms", part_of("e2e_ms", "mean")),
@@ -79,13 +85,23 @@ def _points(rows: list[Row], opened: bool) -> Table:
     return table_of("Points", rows, [*columns, ("checked", checked)])
 
 
-def _table(title: str, rows: list[Row], leave_out: tuple[str, ...] = ()) -> Table:
-    names = [name for name in dict.fromkeys(n for row in rows for n in row) if name not in leave_out]
-    cells = [[_interval(row.get(name)) for name in names] for row in rows]
-    return Table(title, [name.replace("_", " ") for name in names], cells)
+def _percentiles(name: str, row: Row) -> str:
+    values = row.get(name)
+    return "-" if not values else " / ".join(number(values.get(key)) for key in PERCENTILES)
 
 
-def _interval(value: Any) -> str:
+def _table(title: str, rows: list[Row]) -> Table:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return table_of(title, rows, [(name.replace("_", " "), partial(_value, name)) for name in names])
+
+
+def _of_fit(fit: Row) -> Row:
+    others = {name: value for name, value in fit.items() if name not in ("percentile", "knee_text")}
+    return {"percentile": f"P{fit['percentile']:g}"} | others
+
+
+def _value(name: str, row: Row) -> str:
+    value = row.get(name)
     if isinstance(value, list) and len(value) == 2:
         return " to ".join(plain(part) for part in value)
     return plain(value)
@@ -116,6 +132,11 @@ def _curves(rows: list[Row], fits: list[Row], opened: bool) -> list[Chart]:
     for fit in fits:
         curve = [(x, fit["a"] + fit["b"] * x ** fit["c"]) for x in places]
         latency.append(Line(f"P{fit['percentile']:g}, fitted", curve, dashed=True))
+    if measured := [y for line in latency[:3] for _, y in line.points if y]:
+        for fit in fits:
+            if fit["knee"] is not None:
+                knee = [(fit["knee"], min(measured)), (fit["knee"], max(measured))]
+                latency.append(Line(f"knee of P{fit['percentile']:g}", knee, dashed=True))
     logs = {"x_log": True, "y_log": True}
     return drawn(
         lines("Throughput against load", speed, axis, "tokens/s", **logs),

@@ -8,6 +8,7 @@ tokens asked for is wrong, and its times are not shown.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,6 +31,8 @@ SAMPLES = 3
 """Requests of a point that are computed once more by a single `generate`."""
 WARM_OPEN = {"cuda": 128, "cpu": 8}
 """Requests at once before an open loop, whose rows nobody knows beforehand."""
+
+CLOSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Row:
     peak_bytes_above_weights: int | None = None
     """GPU only."""
     late_ms: float | None = None
-    """The most by which the driver was late, windows aside."""
+    """The most by which the driver handed a request over late: it counts in the latencies."""
     stock_tokens_per_second: float | None = None
     stock_ratio: float | None = None
     """Our new tokens per second divided by stock's."""
@@ -168,7 +171,11 @@ def engine_of(subject: Subject, options: Options, watch: Watch) -> Iterator[Any]
         try:
             yield engine
         finally:
-            engine.close(cancel=True)
+            closing = threading.Thread(target=engine.close, kwargs={"cancel": True}, daemon=True)
+            closing.start()
+            closing.join(CLOSE_SECONDS)  # one that fell silent may not close either
+            if closing.is_alive():
+                raise AccelError(f"the engine did not close within {CLOSE_SECONDS:g} s")
 
 
 class PointRun:
@@ -176,7 +183,7 @@ class PointRun:
 
     def __init__(self, subject: Subject, options: Options, row: Row, number: int) -> None:
         self.subject, self.options, self.row = subject, options, row
-        seed = 1_000_003 * options.seed + 10_007 * (number + 1)
+        seed = 1_000_003 * options.seed + 10_007 * (1 + number // len(options.windows))  # windows see the same requests
         self.jobs = jobs_of(subject, options.mix.asks(row.requests, seed), seed)
         self.seed = seed
         self.stock: static_batch.Batch | None = None
@@ -196,15 +203,12 @@ class PointRun:
             torch.cuda.reset_peak_memory_stats(device)
         lost = ""
         try:
-            answers, handed = self._drive(engine, watch)
+            answers = self._drive(engine, watch)
         except LostError as error:
             answers, lost = error.answers, str(error)
         fill(row, answers)
-        row.preemptions, row.decoding_rows, row.pages_peak = (
-            watch.preemptions,
-            watch.decoding_rows(),
-            watch.pages_peak(),
-        )
+        row.preemptions, row.decoding_rows = watch.preemptions, watch.decoding_rows()
+        row.pages_peak = watch.pages_peak()
         if device.type == "cuda":
             held = [*self.subject.model.parameters(), *self.subject.model.buffers()]
             weights = sum(tensor.numel() * tensor.element_size() for tensor in held)
@@ -212,24 +216,20 @@ class PointRun:
         if lost:
             row.status, row.detail = WRONG, lost
             return
-        if row.load == OPEN:
-            start = min(a.due for a in answers) - self.arrivals[0]
-            by_prompt = {id(a.job): a.sent for a in answers}
-            row.late_ms = 1e3 * max(
-                by_prompt[id(job)] - start - moment for job, moment in zip(self.jobs, handed, strict=True)
-            )
         if row.status == OK:
             self._check_sample(answers)
         if row.status == OK and self.stock is not None and row.new_tokens_per_second:
             row.stock_tokens_per_second = self.stock.tokens_per_second
             row.stock_ratio = row.new_tokens_per_second / self.stock.tokens_per_second
 
-    def _drive(self, engine: Any, watch: Watch) -> tuple[list[Answer], list[float]]:
+    def _drive(self, engine: Any, watch: Watch) -> list[Answer]:
         if self.row.users is not None:
-            return closed_loop(engine, watch, self.jobs, self.row.users), []
-        self.arrivals = poisson(self.row.rate or 0.0, len(self.jobs), self.options.seed)
-        handed = gathered(self.arrivals, (self.row.window_ms or 0.0) / 1e3)
-        return open_loop(engine, watch, self.jobs, self.arrivals, handed), handed
+            return closed_loop(engine, watch, self.jobs, self.row.users)
+        arrivals = poisson(self.row.rate or 0.0, len(self.jobs), self.options.seed)
+        handed = gathered(arrivals, (self.row.window_ms or 0.0) / 1e3)
+        answers, late = open_loop(engine, watch, self.jobs, arrivals, handed)
+        self.row.late_ms = 1e3 * late
+        return answers
 
     def _warm_up(self, engine: Any, watch: Watch) -> None:
         """Kernels, and graphs of every number of rows: as many requests at once, which end one after the other."""
@@ -249,13 +249,13 @@ class PointRun:
             alone = greedy.generate(model, prompt, job.ask.new_tokens)[0, len(job.prompt) :].tolist()
             same += alone == by_job[id(job)]
         of = min(SAMPLES, len(self.jobs))
-        row.detail = f"{same} of {of} as single generate"
+        row.detail = f"{same}/{of} as generate"
         if exact and same < of:
             row.status = WRONG
         if exact and self.stock is not None and not self.stock.padded:
             batch = zip(self.jobs, self.stock.tokens, strict=False)
             equal = sum(tokens == by_job[id(job)] for job, tokens in batch)
-            row.detail += f", {equal} of {len(self.stock.tokens)} as stock's batch"
+            row.detail += f", {equal}/{len(self.stock.tokens)} as stock's"
             row.status = OK if row.status == OK and equal == len(self.stock.tokens) else WRONG
 
 
@@ -288,18 +288,14 @@ def fill(row: Row, answers: Sequence[Answer]) -> None:
 
 
 def fits(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """`latency_fit.study` of P50 and P99 for each window, or why there is none."""
+    """`latency_fit.study` of P50 and P99 for each window that was measured at enough loads."""
     found = []
     for window in dict.fromkeys(row.window_ms for row in rows):
         own = sorted((r for r in rows if r.window_ms == window and r.e2e_each_ms), key=lambda r: r.of_load)
-        for percentile in (50.0, 99.0):
-            entry: dict[str, Any] = {"window_ms": window, "percentile": percentile}
-            try:
-                loads = [row.of_load for row in own]
-                entry |= latency_fit.study(rows[0].load, loads, [r.e2e_each_ms or [] for r in own], percentile)
-            except AccelError as error:
-                entry["knee_text"] = f"not fitted: {error}"
-            found.append(entry)
+        loads = [row.of_load for row in own]
+        for percentile in (50.0, 99.0) if len(set(loads)) >= latency_fit.LEAST_LOADS else ():
+            study = latency_fit.study(rows[0].load, loads, [r.e2e_each_ms or [] for r in own], percentile)
+            found.append({"window_ms": window} | study)
     return found
 
 

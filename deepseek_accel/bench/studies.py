@@ -71,8 +71,8 @@ def breakdown(engine: Any, watch: Watch, subject: Subject, tokens: int) -> dict[
     """Where the time of one request with a prompt of `tokens` goes, in ms, after one such request:
 
     tokenise: the text to ids, by the checkpoint's tokenizer or else by the bundled one. queue: until the engine gave it
-    a row. prefill: the steps that computed its prompt. first token: from then until the host had the token. further
-    token: mean of the NEW_TOKENS - 1 others.
+    a row. prefill: from then until the host had the first token. first token: all of these together. further token:
+    mean of the NEW_TOKENS - 1 others. total: from the text to the last token.
     """
     whose, tokenizer = tokenizer_of(subject)
     text = text_of(tokenizer, tokens)
@@ -84,16 +84,15 @@ def breakdown(engine: Any, watch: Watch, subject: Subject, tokens: int) -> dict[
     alone(engine, watch, ids[::-1])
     answer = alone(engine, watch, ids)
     times = answer.result.times
-    prefill = sum(facts.seconds for facts in watch.steps if facts.prompt_tokens)
     return {
         "prompt_tokens": len(ids),
         "new_tokens": NEW_TOKENS,
         "tokenizer": whose,
         "tokenise_ms": 1e3 * tokenised,
         "queue_ms": 1e3 * (times.admitted - times.submitted),
-        "prefill_ms": 1e3 * prefill,
+        "prefill_ms": 1e3 * (times.first_token - times.admitted),
         "prefill_steps": sum(bool(facts.prompt_tokens) for facts in watch.steps),
-        "first_token_ms": 1e3 * (times.first_token - times.admitted - prefill),
+        "first_token_ms": 1e3 * (tokenised + times.first_token - times.submitted),
         "further_token_ms": further_ms(answer),
         "total_ms": 1e3 * (tokenised + times.finished - times.submitted),
     }
