@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from .engine import Engine
@@ -29,10 +30,13 @@ def generate_batch(
         return {}
     config = model.generation_config if generation_config is None else generation_config
     copies = options.pop("num_return_sequences", None) or config.num_return_sequences or 1
-    options["num_return_sequences"] = 1
+    if (config.num_return_sequences or 1) > 1:
+        generation_config = copy.deepcopy(config)
+        generation_config.num_return_sequences = 1
+    own = {name: value for name, value in options.items() if name not in ("stop_strings", "seeds")}
     with Engine(model) as engine:
         # what no request may ask for is the caller's mistake, not one of a request
-        engine._options.draft(generation_config, None, options.get("stop_strings"), _without(options, "stop_strings"))
+        engine._options.draft(generation_config, None, options.get("stop_strings"), own)
         prompts = [prompt for prompt in inputs for _ in range(copies)]
         results = _finished(engine, prompts, generation_config, options, progress_bar)
     outputs = {}
@@ -41,10 +45,6 @@ def generate_batch(
         name = parent if child == copies - 1 else f"{parent}__child#{child}"
         outputs[name] = _output(name, prompt, result, record_timestamps)
     return outputs
-
-
-def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key != name}
 
 
 def _finished(engine: Engine, prompts: list[Any], config: Any, options: dict[str, Any], bar: bool) -> list[Result]:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..generation.upload import upload
+
 
 class Sampling(NamedTuple):
     """How a request chooses. The names and meanings are transformers'."""
@@ -70,9 +72,8 @@ def choose(logits: Tensor, rules: list[Sampling], numbers: list[float]) -> Tenso
         numbers,
         [float(rule.do_sample) for rule in rules],
     ]
-    host = torch.tensor(columns, dtype=torch.float64)
-    on_device = (host.pin_memory() if logits.is_cuda else host).to(logits.device, non_blocking=True)
-    temperature, top_k, top_p, min_p, drawn, draws = on_device.unsqueeze(-1)
+    numbers_of_rows = upload(columns, logits.device, torch.float64)
+    temperature, top_k, top_p, min_p, drawn, draws = numbers_of_rows.unsqueeze(-1)
     scores = logits.float() / temperature.float()
     if any(rule.do_sample and (rule.top_k > 0 or rule.top_p < 1.0) for rule in rules):
         scores = narrow(scores, top_k.long(), top_p.float())
@@ -113,4 +114,4 @@ def choose_alone(processors: Any, ids: Tensor, logits: Tensor, do_sample: bool, 
     scores = processors(ids, logits.to(torch.float32, copy=True))
     if not do_sample:
         return torch.where(scores.isnan().any(-1), -1, scores.argmax(-1))
-    return draw_at(scores.softmax(-1), torch.tensor([[drawn]], dtype=torch.float64, device=scores.device))
+    return draw_at(scores.softmax(-1), upload([[drawn]], scores.device, torch.float64))

@@ -23,6 +23,7 @@ from ..generation.prompt_graphs import size_class
 from ..generation.ragged import RaggedRows
 from ..generation.ragged_graphs import RaggedGraphs
 from ..generation.step import Stepper
+from ..generation.upload import upload
 from ..ops.choice import prebuild, uses_triton
 from .rows import Rows
 
@@ -36,7 +37,7 @@ class OneRow:
     def __init__(self, rows: Rows, row: int) -> None:
         self.device, self.page_size = rows.device, rows.page_size
         self._pages = rows.rows[row]
-        self._table = torch.tensor([self._pages], dtype=torch.int32).to(self.device)
+        self._table = upload([self._pages], self.device, torch.int32)
 
     def block_table(self) -> Tensor:
         return self._table
@@ -63,31 +64,37 @@ class _Ragged(RaggedRows):
 
 
 class _StepRun(GraphRun):
-    """A decoding step as the graph that `generate` uses too when it chooses tokens by itself. Everything that the
-    buffers hold is set for every step: in between, a `generate` may have used them."""
+    """A decoding step as the graph that `generate` uses too when it chooses tokens by itself."""
 
-    def load(self, lengths: list[int], tables: list[list[int]], tokens: Tensor) -> None:
-        """lengths: tokens that each row holds; tables: its pages; tokens [R]: what the step starts from."""
-        width = max(len(row) for row in tables)
+    _loaded: tuple[Any, ...] = ()
+
+    def load(self, rows: list[int], lengths: list[int], tokens: Tensor, untouched: bool) -> None:
+        """rows: their numbers; lengths: tokens that each holds; tokens [R]: what the step starts from. untouched:
+        nobody has used the buffers since the last step, in which every row has become one token longer."""
+        tables = [self.cache.rows[row] for row in rows]
+        width = max(len(table) for table in tables)
         if width > self.buffers.block_table.shape[1]:
-            self.buffers, self._captured = self._find_buffers(), None
-        buffers, rows = self.buffers, len(lengths)
-        padded = [[length, *row, *[0] * (width - len(row))] for length, row in zip(lengths, tables, strict=True)]
-        host = torch.tensor(padded, dtype=torch.int32)
-        given = (host.pin_memory() if tokens.is_cuda else host).to(tokens.device, non_blocking=True)
-        buffers.tokens[:rows].copy_(tokens)
+            self.buffers, self._captured, untouched = self._find_buffers(), None, False
+        buffers, count, device = self.buffers, len(rows), tokens.device
+        buffers.tokens[:count].copy_(tokens)
+        now = (self.cache.version, rows, lengths)
+        if untouched and now == self._loaded:
+            self._loaded = (self.cache.version, rows, [length + 1 for length in lengths])
+            return
+        padded = [[length, *table, *[0] * (width - len(table))] for length, table in zip(lengths, tables, strict=True)]
+        given = upload(padded, device, torch.int32)
         buffers.lengths.zero_()
-        buffers.lengths[:rows].copy_(given[:, 0])
-        buffers.block_table[:rows, :width].copy_(given[:, 1:])
+        buffers.lengths[:count].copy_(given[:, 0])
+        buffers.block_table[:count, :width].copy_(given[:, 1:])
         buffers.first_positions.zero_()
         buffers.starts.zero_()
-        buffers.live.fill_(rows)
+        buffers.live.fill_(count)
+        # storages move only when a row gets pages
         storages = [self.cache.storages[layer] for layer in sorted(self.cache.storages)]
         assert self.graphs.addresses is not None
-        addresses = torch.tensor([storage.data_ptr() for storage in storages])
-        pinned = addresses.pin_memory() if tokens.is_cuda else addresses
-        self.graphs.addresses.copy_(pinned, non_blocking=True)
+        self.graphs.addresses.copy_(upload([storage.data_ptr() for storage in storages], device))
         self._storages = storages
+        self._loaded = (self.cache.version, rows, [length + 1 for length in lengths])
 
     def _set_pages(self) -> None:
         """Nothing: `load` has."""
@@ -105,7 +112,8 @@ class Compute:
         self._ragged = _Ragged(stepper, rows, torch.zeros(len(rows.rows) + 1, dtype=torch.int64))
         self._built: set[Any] = set()
         self._runs: dict[int, _StepRun] = {}
-        self.without_graph: Counter[str] = Counter()
+        self._last_step = (-1, -1)
+        """The bucket of the last step that was a graph, and the number of the lease it ran in."""
 
     # The lease on the model's graphs, for the time of one step
 
@@ -143,7 +151,7 @@ class Compute:
         size = max(map(len, tokens))
         if self._graphs is not None:
             size = short_size(size) or size
-        given = torch.tensor([[part[0]] * (size - len(part)) + part for part in tokens]).to(self.device)
+        given = upload([[part[0]] * (size - len(part)) + part for part in tokens], self.device)
         return self._run_ragged(given, [len(part) for part in tokens], rows, starts)
 
     def piece(self, row: int, start: int, tokens: list[int]) -> Tensor:
@@ -153,7 +161,7 @@ class Compute:
             Pages(pool, self.rows.storages[i], stop, each, None)  # type: ignore[arg-type]
             for i, each in enumerate(self.rows.entries)
         ]
-        ids = torch.tensor([tokens]).to(self.device)
+        ids = upload([tokens], self.device)
         positions, slots = torch.arange(start, stop, device=self.device)[None], pool.slots(start, stop)
         graphs = self._graphs if self._leased and start == 0 and size_class(len(tokens)) is not None else None
         if graphs is not None:
@@ -183,8 +191,11 @@ class Compute:
         if run is None or run.buffers is not graphs._buffers.get(bucket):
             with torch.inference_mode(False):
                 run = self._runs[bucket] = _StepRun(graphs, self.stepper, bucket, bucket, self.rows, [], None)
-        run.load(lengths, [self.rows.rows[row] for row in rows], tokens)
+        untouched = self._last_step == (bucket, graphs.leases - 1)
+        self._last_step = (-1, -1)
+        run.load(rows, lengths, tokens, untouched)
         logits = run.step()
+        self._last_step = (bucket, graphs.leases)
         self.counters["cuda_graphs: replays"] += 1
         return logits[: len(rows)]
 

@@ -104,10 +104,10 @@ class Core:
         rows = scheduler.pages
         limits = self._guarded.react(rows, len(scheduler.running))
         switches = rows.fp8 != self._guarded.fp8  # once all that began as before are done
-        running, allowed = len(scheduler.running), self.steps.allowed
-        scheduler.admit(min(limits.rows, allowed), only_begun=switches)
+        scheduler.admit(min(limits.rows, self.steps.allowed), only_begun=switches)
+        running, failed = len(scheduler.running), self.steps.out_of_memory
         decoded, computed = self.steps.run()
-        if self.steps.allowed < allowed:
+        if self.steps.out_of_memory > failed:
             self._guarded.out_of_memory(running)
         self.num_steps += 1
         self.applied.counters["engine: steps"] += 1

@@ -64,19 +64,19 @@ class Guarded:
         reserved = rows.bytes_reserved()
         used, limit = self._memory(reserved - reserved * rows.pages_in_use // max(1, rows.capacity))
         stage = self._guard.react(used, limit, running)
-        self._tell(f"{used:,} of {limit:,} bytes in use")
+        if (stage, self._guard.admitted) != self._known:
+            self._tell(f"{used:,} of {limit:,} bytes in use")
         if stage >= Stage.EVICT_PREFIXES and (gone := rows.evict()):
             self._watch.tell("guard", stage, f"{gone} kept pages given up")
         return Limits(self._guard.admitted, used, limit)
 
     def out_of_memory(self, running: int) -> None:
-        """A step failed for want of memory; the engine has taken care of its rows."""
+        """A step of so many rows found no memory; the engine has taken care of them."""
         if self._guard is not None:
             self._guard.out_of_memory(running)
             self._tell("out of memory")
 
     def _tell(self, why: str) -> None:
         guard = self._guard
-        if (guard.stage, guard.admitted) != self._known:
-            self._known = (guard.stage, guard.admitted)
-            self._watch.tell("guard", guard.stage, f"{why}, {guard.admitted} of {guard.max_rows} rows admitted")
+        self._known = (guard.stage, guard.admitted)
+        self._watch.tell("guard", guard.stage, f"{why}, {guard.admitted} of {guard.max_rows} rows admitted")

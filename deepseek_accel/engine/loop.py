@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AccelError
+from ..generation.upload import upload
 from .choosing import Sampling, choose, choose_alone, number
 from .compute import SHORT_SIZES, Compute
 from .rows import OutOfPages
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 ALONE_TOKENS = 8192
 """Prompt tokens that are computed at once while no row waits for its next token."""
+PATIENCE = 3
+"""A request that runs alone fails when so many steps in a row find no memory."""
 RECOVERY_STEPS = 32
 """After so many steps without trouble twice as many rows may run again."""
 GREEDY = Sampling(False)
@@ -51,6 +54,8 @@ class Steps:
         self._last = torch.zeros(scheduler.max_rows, dtype=torch.int64, device=compute.device)
         """[rows]: the token that each row's next step starts from."""
         self._good_steps = 0
+        self.out_of_memory = 0
+        """Steps that found no memory."""
 
     @property
     def busy(self) -> bool:
@@ -136,7 +141,7 @@ class Steps:
         rows = self._with_pages()
         if not rows:
             return 0
-        index = self._on_device([sequence.row for sequence in rows])
+        index = upload([sequence.row for sequence in rows], self._last.device)
         lengths = [sequence.length for sequence in rows]
         logits = self.compute.step([sequence.row for sequence in rows], lengths, self._last[index])
         for sequence in rows:
@@ -172,7 +177,7 @@ class Steps:
         tokens = choose(logits, rules, numbers)
         for i in alone:
             self._choose_alone(sequences[i], logits[i : i + 1], tokens[i : i + 1], numbers[i])
-        index = self._on_device([each.row for each in sequences]) if index is None else index
+        index = upload([each.row for each in sequences], self._last.device) if index is None else index
         self._last.index_copy_(0, index, tokens.clamp_min(0))
         for each in sequences:
             each.ahead += 1
@@ -186,17 +191,13 @@ class Steps:
         settings = sequence.settings
         try:
             if sequence.ids is None:
-                sequence.ids = torch.tensor([sequence.tokens]).to(logits.device)
+                sequence.ids = upload([sequence.tokens], logits.device)
             token.copy_(choose_alone(settings.processors, sequence.ids, logits, settings.sampling.do_sample, drawn))
             sequence.ids = torch.cat((sequence.ids, token[None]), 1)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             sequence.error = error
-
-    def _on_device(self, numbers: list[int]) -> Tensor:
-        host = torch.tensor(numbers)
-        return host.pin_memory().to(self._last.device, non_blocking=True) if self._lags else host
 
     def _post(self, tokens: Tensor, sequences: list[Sequence]) -> None:
         event = None
@@ -221,6 +222,7 @@ class Steps:
     def _hand_out(self, sequence: Sequence, token: int, when: float) -> None:
         scheduler, settings = self.scheduler, sequence.settings
         sequence.ahead -= 1
+        sequence.out_of_memory = 0
         if token < 0:
             error = AccelError("no token could be drawn: the logits of this request are not finite, or all are -inf")
             scheduler.finish(sequence, "error", error, keep=False)
@@ -252,9 +254,10 @@ class Steps:
         if count == 1:
             (last,) = scheduler.running
             last.out_of_memory += 1
-            if last.out_of_memory > 1:
+            if last.out_of_memory == PATIENCE:
                 scheduler.finish(last, "error", error)
         self.allowed, self._good_steps = max(1, count // 2), 0
+        self.out_of_memory += 1
         self.compute.counters["engine: steps out of memory"] += 1
         logger.warning("no memory for a step of %d rows; going on with %d", count, self.allowed)
         for sequence in scheduler.running[::-1]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..cache.allocator import PageAllocator
 from ..cache.entries import Entries
+from ..cache.paged import Pages
 from ..cache.prefix import KeptPages, chain
-from ..generation.ragged import SomeRows
+from ..generation.upload import upload
 
 FIRST_PAGES = 64
 """So many pages are made at first, or `max_pages`."""
@@ -76,10 +78,10 @@ class Rows:
     def fp8(self) -> str | None:
         return self.entries[0].fp8
 
-    def pages(self, length: int) -> list[SomeRows]:
+    def pages(self, length: int) -> list[Any]:
         """Each layer's pages of all rows, of which none holds more than `length` tokens."""
-        table = self.block_table()
-        return [SomeRows(self.storages[i], each, table, length) for i, each in enumerate(self.entries)]
+        pool: Any = self
+        return [Pages(pool, self.storages[i], length, each, None) for i, each in enumerate(self.entries)]
 
     def block_table(self) -> torch.Tensor:
         """[rows, W] int32 on the device. Past its last page a row repeats its first one, so that nobody else's entries
@@ -87,8 +89,8 @@ class Rows:
         if self._table[0] != self.version:
             width = max((len(row) for row in self.rows), default=0)
             padded = [row + [row[0] if row else 0] * (width - len(row)) for row in self.rows]
-            table = torch.tensor(padded, dtype=torch.int32).reshape(len(self.rows), width).to(self.device)
-            self._table = (self.version, table)
+            host = torch.tensor(padded, dtype=torch.int32).reshape(len(self.rows), width)
+            self._table = (self.version, upload(host, self.device))
         return self._table[1]
 
     # Numbers

@@ -41,7 +41,7 @@ class Sequence:
     reason: FinishReason | None = None
     """Once it is over."""
     out_of_memory: int = 0
-    """How often there was not even memory for it alone."""
+    """How many steps in a row there was not even memory for it alone."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)

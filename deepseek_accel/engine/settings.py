@@ -58,23 +58,25 @@ class Draft:
 
     def settle(self, model: Any, prompt: Sequence[int]) -> Settings:
         """Raises AccelError, or whatever a processor raises when it is made."""
-        config, ids = self.config, torch.tensor([list(prompt)], device=model.device)
+        config = self.config
         if not prompt:
             raise AccelError("the prompt has no tokens; a request needs at least one")
         size = model.get_input_embeddings().weight.shape[0]
-        if min(prompt) < 0 or max(prompt) >= size:
-            raise AccelError(f"the prompt has token {max(prompt) if min(prompt) >= 0 else min(prompt)}; the model "
-                             f"knows 0 to {size - 1}")  # fmt: skip
+        if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < size]:
+            raise AccelError(f"the prompt has the token {wrong[0]}; the model knows 0 to {size - 1}")
         if config.pad_token_id is None:
             config.pad_token_id = 0  # nothing is padded here; without one transformers would warn of its choice
-        model._prepare_special_tokens(config, True, device=model.device)
+        host = torch.device("cpu")
+        model._prepare_special_tokens(config, True, device=host)
+        eos = config._eos_token_tensor
+        ends = frozenset(() if eos is None else eos.flatten().tolist())
         model._prepare_generated_length(
             generation_config=config,
             has_default_max_length=not self.has_max_length,
             has_default_min_length=not self.has_min_length,
             model_input_name="input_ids",
             input_ids_length=len(prompt),
-            inputs_tensor=ids,
+            inputs_tensor=torch.empty(1, len(prompt), dtype=torch.int64),
         )
         most = config.max_length - len(prompt)
         if most < 1:
@@ -82,20 +84,15 @@ class Draft:
                 f"the prompt has {len(prompt)} tokens and max_length is {config.max_length}: nothing is left to "
                 "generate. Raise max_length, or pass max_new_tokens."
             )
-        processors = model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=len(prompt),
-            encoder_input_ids=ids,
-            prefix_allowed_tokens_fn=self.given.get("prefix_allowed_tokens_fn"),
-            logits_processor=self.given.get("logits_processor"),
-            device=model.device,
-            model_kwargs={},
-        )
+        # on the host first: on a GPU, making their tensors waits for the step that runs
+        processors = self._processors(model, prompt, host)
         sampling = sampling_of(processors, bool(config.do_sample))
-        eos = config._eos_token_tensor
+        if sampling is None and model.device != host:
+            model._prepare_special_tokens(config, True, device=model.device)
+            processors = self._processors(model, prompt, model.device)
         return Settings(
             max_new_tokens=most,
-            eos=frozenset(() if eos is None else eos.flatten().tolist()),
+            eos=ends,
             sampling=sampling or Sampling(bool(config.do_sample)),
             processors=None if sampling is not None else processors,
             criteria=tuple(self.given.get("stopping_criteria") or ()),
@@ -103,6 +100,17 @@ class Draft:
             max_time=config.max_time,
             streamer=self.given.get("streamer"),
             seed=self.seed,
+        )
+
+    def _processors(self, model: Any, prompt: Sequence[int], device: torch.device) -> Any:
+        return model._get_logits_processor(
+            generation_config=self.config,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=torch.tensor([list(prompt)], device=device),
+            prefix_allowed_tokens_fn=self.given.get("prefix_allowed_tokens_fn"),
+            logits_processor=self.given.get("logits_processor"),
+            device=device,
+            model_kwargs={},
         )
 
 
@@ -123,6 +131,8 @@ class Options:
         for name in ("max_length", "min_length"):
             if options.get(name, ...) is None:
                 del options[name]
+        if (most := options.get("max_new_tokens")) is not None and most < 1:
+            raise AccelError(f"max_new_tokens must be at least 1, got {most}")
         known = self.model.generation_config
         has_length = {
             name: options.get(name) is not None or getattr(config, name, None) is not None
@@ -163,8 +173,6 @@ class Options:
                 raise AccelError(f"the engine does not take {name}={value!r}: {reason}")
         if config.use_cache is False:
             raise AccelError("the engine does not take use_cache=False: requests share its pages")
-        if config.max_new_tokens is not None and config.max_new_tokens < 1:
-            raise AccelError(f"max_new_tokens must be at least 1, got {config.max_new_tokens}")
 
     def _stop(self, strings: Any) -> StopStrings:
         if self.tokenizer is None:

@@ -28,6 +28,7 @@ from .prompt_graphs import record as record_prompt
 from .reach import Reach
 from .sampling import MAX_EOS_TOKENS, Choice
 from .step import Place, Stepper
+from .upload import upload
 
 POSTS = 4
 """Steps whose results the host may still have to read; the loop lets it lag by one."""
@@ -110,6 +111,9 @@ class StepGraphs:
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
+        self.leases = 0
+        """How often they were leased: who comes back and finds one more than its own lease finds its buffers as it
+        left them."""
         self._last_use: torch.cuda.Event | None = None
         self._drop()
 
@@ -163,7 +167,9 @@ class StepGraphs:
         return min((size for size in self.batch_sizes if size >= batch), default=None)
 
     def try_lease(self) -> bool:
-        return self._lock.acquire(blocking=False)
+        leased = self._lock.acquire(blocking=False)
+        self.leases += leased
+        return leased
 
     def release(self, device: torch.device) -> None:
         """Give the lease back, after work on the current stream of `device`, the model's."""
@@ -252,7 +258,7 @@ class StepGraphs:
         """Tell the device where the pages are. The addresses [layers] int64."""
         assert self.addresses is not None
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(stepper.model.device):
-            self.addresses.copy_(torch.tensor([pages.storage.data_ptr() for pages in held]))
+            self.addresses.copy_(upload([pages.storage.data_ptr() for pages in held], stepper.model.device))
             yield self.addresses
 
     def _replay_prompt(self, key: Any, device: torch.device, step: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from .graphs import StepGraphs
 from .join_graphs import addressed, join_class, table_pages
 from .reach import Reach
 from .step import Place, Stepper, head_step
+from .upload import upload
 
 EXACT_SIZES = 9
 """So many guesses and a token. Up to here a filled-up column would cost more than a graph of its own."""
@@ -78,8 +79,7 @@ class RaggedBuffers:
         numbers = [number for row in positions for number in [row[0]] * fill + row] + [0] * (idle * size)
         numbers += [number for row in slots for number in [-1] * fill + row] + [-1] * (idle * size)
         numbers += [*lengths, *[0] * idle, *starts, *[0] * idle, count * size]
-        host = torch.tensor(numbers)
-        self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
+        self.numbers.copy_(upload(numbers, self.numbers.device))
         tail = self.numbers[2 * batch * size :]
         self.lengths.copy_(tail[:batch])
         self.starts.copy_(tail[batch:-1])
@@ -87,8 +87,8 @@ class RaggedBuffers:
         known = (id(pool), pool.table.version, tuple(rows), tuple(pages.storage.data_ptr() for pages in held))
         if known != self.known:
             table = pool.block_table()
-            self.block_table[:count, : table.shape[1]] = table[torch.tensor(rows, device=table.device)]
-            self.addresses.copy_(torch.tensor(known[-1]))
+            self.block_table[:count, : table.shape[1]] = table[upload(rows, table.device)]
+            self.addresses.copy_(upload(list(known[-1]), table.device))
             self.known = known
 
 
