@@ -15,6 +15,7 @@ from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .generate import ERROR, OK, WRONG, release
 from .measure import call_seconds, copy_bandwidth, median_seconds
 from .op_cases import OPS, Case, Shape, cpu_shapes, gpu_shapes
+from .record import Keep, forget
 
 # |out - exact| / |exact| over the whole result. A chain of two rounded products stays below one unit in the last place
 # of bf16 (2^-7); fp32 sums of ten thousand terms stay below 1e-5. Expert ids come as float64 and must be equal.
@@ -91,8 +92,11 @@ def run(
     device_name: str = "auto",
     dtype_text: str | None = None,
     step: Callable[[str], None] = lambda text: None,
+    keep: Keep = forget,
 ) -> dict[str, Any]:
     """Measure every shape of `ops`; returns {"environment": ..., "rows": [...]}, ready for JSON.
+
+    keep: told the rows so far after each of them.
 
     On a GPU times are of CUDA graph replays; on a CPU they are of the torch implementations at small shapes.
     Raises AccelError on an unknown op or a missing device.
@@ -102,13 +106,15 @@ def run(
     device = resolve_device(device_name)
     dtype = resolve_dtype(dtype_text, device)
     shapes = [shape for shape in (gpu_shapes() if device.type == "cuda" else cpu_shapes()) if shape.op in ops]
-    rows = []
+    facts = environment(device) | {"copy_bytes_per_second": copy_bandwidth(device)}
+    rows: list[dict[str, Any]] = []
+    result = {"environment": facts, "rows": rows}
     for shape in shapes:
         step(f"{shape.op} {shape.name}")
-        rows.append(measure(shape, device, dtype))
+        rows.append(asdict(measure(shape, device, dtype)))
+        keep(result)
         release(device)
-    facts = environment(device) | {"copy_bytes_per_second": copy_bandwidth(device)}
-    return {"environment": facts, "rows": [asdict(row) for row in rows]}
+    return result
 
 
 def num_shapes(ops: Sequence[str], device_name: str) -> int:

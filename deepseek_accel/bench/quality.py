@@ -26,6 +26,7 @@ from ..models import heldout_documents, load_tiny
 from ..versions import cache_argument
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .generate import applied, release
+from .record import Keep, forget
 
 CONTEXT, PREFILL, CHUNK = 2048, 1536, 512
 TOGETHER = 20
@@ -189,10 +190,12 @@ def answers(model: Any, make_cache: Callable[[], Any], asked: Sequence[Question]
     return right
 
 
-def run(options: Options, step: Step = lambda text: None, text: torch.Tensor | None = None) -> dict[str, Any]:
+def run(
+    options: Options, step: Step = lambda text: None, text: torch.Tensor | None = None, keep: Keep = forget
+) -> dict[str, Any]:
     """Measure every policy at every budget: {"environment": ..., "rows": [...]}, ready for JSON.
 
-    text [contexts, CONTEXT + 1]: token ids to score instead of the held-out text.
+    text [contexts, CONTEXT + 1]: token ids to score, not the held-out text. keep: told the rows so far after each.
     """
     from ..cache import paged_cache
     from ..config import OptimizeConfig
@@ -203,13 +206,23 @@ def run(options: Options, step: Step = lambda text: None, text: torch.Tensor | N
     model, tokenizer = load_tiny(dtype=dtype, device=device)
     ids = contexts(tokenizer, options.contexts) if text is None else text
     asked: list[Question] = []
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
+    result = {
+        "bench": "quality",
+        "model": options.model,
+        "dtype": dtype_name(dtype),
+        "contexts": len(ids),
+        "context_tokens": CONTEXT,
+        "prefill_tokens": PREFILL,
+        "chunk_tokens": CHUNK,
+        "environment": environment(device),
+        "rows": rows,
+    }
     full: Scores | None = None
     with applied(model, OptimizeConfig.lossless().to_dict()):
         for name, percent in variants(options):
             policy = None if name == FULL else policy_of(name, percent)
             row = Row(name, percent, CONTEXT if policy is None else policy.budget)
-            rows.append(row)
 
             def make(policy: Policy | None = policy) -> Any:
                 return paged_cache(model, eviction=policy)
@@ -225,20 +238,12 @@ def run(options: Options, step: Step = lambda text: None, text: torch.Tensor | N
             except Exception as error:  # whatever one variant does, the others are measured
                 row.status = "error"
                 row.detail = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
-                if full is None:
-                    break
+            rows.append(asdict(row))
+            keep(result)
+            if full is None:
+                break
             release(device)
-    return {
-        "bench": "quality",
-        "model": options.model,
-        "dtype": dtype_name(dtype),
-        "contexts": len(ids),
-        "context_tokens": CONTEXT,
-        "prefill_tokens": PREFILL,
-        "chunk_tokens": CHUNK,
-        "environment": environment(device),
-        "rows": [asdict(row) for row in rows],
-    }
+    return result
 
 
 def variants(options: Options) -> Iterator[tuple[str, int]]:

@@ -138,7 +138,7 @@ def bench_quality(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
     )
     with tables.progress(1 + len(list(quality.variants(options)))) as step:
-        result = quality.run(options, step)
+        result = quality.run(options, step, keep=record(arguments, tables.quality_table))
     result["command"] = arguments.command_line
     write(arguments, result)
     tables.console().print(tables.quality_table(result))
@@ -157,7 +157,7 @@ def bench_ops(arguments: argparse.Namespace) -> int:
 
     chosen = arguments.op.split(",") if arguments.op else op_cases.OPS
     with tables.progress(ops.num_shapes(chosen, arguments.device)) as step:
-        result = ops.run(chosen, arguments.device, arguments.dtype, step)
+        result = ops.run(chosen, arguments.device, arguments.dtype, step, record(arguments, tables.ops_table))
     result["command"] = arguments.command_line
     write(arguments, result)
     tables.console().print(tables.ops_table(result))
