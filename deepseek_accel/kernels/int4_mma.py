@@ -31,16 +31,16 @@ from .experts_tiles import _tile_of_program, combine_kernel, sort_kernel
 from .int4 import INTERPRETED, group_words, split_groups
 from .launching import launch_dependents, wait
 
-DENSE, GATE_UP, DOWN, PAIR_GATE_UP, PAIR_DOWN = range(5)
+DENSE, GATE_UP, DOWN = 0, 1, 2
 TOKENS = 8
 """Of one instruction."""
 
 
 def _product(kind: str, base: int) -> tl.constexpr:
     """PTX: four words (as two 64-bit numbers) of the lower row, four of the upper, 16 pairs of inputs (as eight) ->
-    the four sums of a lane. Two chains of instructions, so that they wait for each other half as long."""
-    lines = ["{ .reg .b32 a<4>, l<4>, h<4>, x<16>; .reg .f32 c<8>;"]
-    lines += [f"mov.f32 c{i}, 0f00000000;" for i in range(8)]
+    the four sums of a lane."""
+    lines = ["{ .reg .b32 a<4>, l<4>, h<4>, x<16>; .reg .f32 c<4>;"]
+    lines += [f"mov.f32 c{i}, 0f00000000;" for i in range(4)]
     for i in range(2):
         lines += [f"mov.b64 {{l{2 * i}, l{2 * i + 1}}}, ${4 + i};", f"mov.b64 {{h{2 * i}, h{2 * i + 1}}}, ${6 + i};"]
     lines += [f"mov.b64 {{x{2 * i}, x{2 * i + 1}}}, ${8 + i};" for i in range(8)]
@@ -52,12 +52,12 @@ def _product(kind: str, base: int) -> tl.constexpr:
                     lines.append(f"shr.b32 a{number}, {source}, {4 * (place + shift)};")
                     source = f"a{number}"
                 lines.append(f"lop3.b32 a{number}, {source}, 0x000F000F, {base:#x}, 0xEA;")
-            first, chain = 4 * place + 2 * word, ", ".join(f"c{2 * place + i}" for i in range(4))
+            first = 4 * place + word
             lines.append(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{chain}}}, {{a0, a1, a2, a3}}, "
-                f"{{x{first}, x{first + 1}}}, {{{chain}}};"
+                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{c0, c1, c2, c3}}, {{a0, a1, a2, a3}}, "
+                f"{{x{first}, x{first + 4}}}, {{c0, c1, c2, c3}};"
             )
-    lines += [f"add.f32 ${i}, c{i}, c{i + 4};" for i in range(4)]
+    lines += [f"mov.f32 ${i}, c{i};" for i in range(4)]
     return tl.constexpr(" ".join([*lines, "}"]))
 
 
@@ -76,13 +76,12 @@ def _sums(kind: str, one: int) -> tl.constexpr:
 
 def _pairs() -> tl.constexpr:
     """PTX: 32 neighbouring 16-bit inputs, as eight 64-bit numbers -> the pairs (j, j + 16), which is how two codes of a
-    word lie; two pairs, of places 2 q and 2 q + 1 of word w, are number 4 q + w, what one instruction takes."""
-    lines = ["{ .reg .b32 r<16>, p<16>;"]
+    word lie, as eight numbers of two pairs each."""
+    lines = ["{ .reg .b32 r<16>, a, b;"]
     lines += [f"mov.b64 {{r{2 * i}, r{2 * i + 1}}}, ${8 + i};" for i in range(8)]
     for i in range(8):
-        lines += [f"prmt.b32 p{2 * i}, r{i}, r{i + 8}, 0x5410;", f"prmt.b32 p{2 * i + 1}, r{i}, r{i + 8}, 0x7632;"]
-    for q in range(2):
-        lines += [f"mov.b64 ${4 * q + w}, {{p{8 * q + w}, p{8 * q + w + 4}}};" for w in range(4)]
+        lines += [f"prmt.b32 a, r{i}, r{i + 8}, 0x5410;", f"prmt.b32 b, r{i}, r{i + 8}, 0x7632;"]
+        lines.append(f"mov.b64 ${i}, {{a, b}};")
     return tl.constexpr(" ".join([*lines, "}"]))
 
 
@@ -120,7 +119,7 @@ def _load_words(address, present):
 
 @triton.jit
 def _load_inputs(address, valid):
-    """int64 addresses [L] of 32 inputs of 16 bits -> eight int64 [L], 0 where not `valid`."""
+    """int64 addresses [L] of 32 inputs of 16 bits -> eight int64 [L], 0 where not `valid`; paired for `_multiply`."""
     if INTERPRETED:
         pointer = address.to(tl.pointer_type(tl.int64))
         x0 = tl.load(pointer, mask=valid, other=0)
@@ -133,17 +132,9 @@ def _load_inputs(address, valid):
         x7 = tl.load(pointer + 7, mask=valid, other=0)
         return x0, x1, x2, x3, x4, x5, x6, x7
     else:
-        return tl.inline_asm_elementwise(
+        x0, x1, x2, x3, x4, x5, x6, x7 = tl.inline_asm_elementwise(
             LOAD_INPUTS, LOAD_INPUTS_CONSTRAINTS, [address, valid.to(tl.int32)], (tl.int64,) * 8, False, 1
         )
-
-
-@triton.jit
-def _paired(x0, x1, x2, x3, x4, x5, x6, x7):
-    """`_load_inputs` as `_multiply` takes them: in pairs that lie as two codes of a word do."""
-    if INTERPRETED:
-        return x0, x1, x2, x3, x4, x5, x6, x7
-    else:
         return tl.inline_asm_elementwise(
             PAIRS, PAIRS_CONSTRAINTS, [x0, x1, x2, x3, x4, x5, x6, x7], (tl.int64,) * 8, True, 1
         )
@@ -226,14 +217,13 @@ def _added(dtype: tl.constexpr):
 @triton.jit
 def _add_group(
     t0, t1, t2, t3, low0, low1, high0, high1, low_group, high_group, x0, x1, x2, x3, x4, x5, x6, x7, sum0, sum1,
-    factor, dtype: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
-    """The four sums of a lane with a group's products added, times `factor` [L]."""
+    """The four sums of a lane with a group's products added."""
     p0, p1, p2, p3 = _multiply(low0, low1, high0, high1, x0, x1, x2, x3, x4, x5, x6, x7, dtype)
     low_scale, low_zero = split_groups(low_group, dtype)
     high_scale, high_zero = split_groups(high_group, dtype)
     low_zero, high_zero = low_zero + _added(dtype), high_zero + _added(dtype)
-    low_scale, high_scale = low_scale * factor, high_scale * factor
     t0 += low_scale * (p0 - low_zero * sum0)
     t1 += low_scale * (p1 - low_zero * sum1)
     t2 += high_scale * (p2 - high_zero * sum0)
@@ -263,46 +253,21 @@ def _load_rows(words, groups, row_low, row_high, width, scales_width, chunk, gro
 
 @triton.jit
 def _fetch(
-    position, lane, low, high, next_low, next_high, indices, weights, words, groups, more_words, more_groups,
-    width, scales_width, FORM: tl.constexpr, GATED: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr,
-    D: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+    step, lane, low, high, next_low, next_high, words, groups, more_words, more_groups, width, scales_width,
+    GATED: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """What a warp computes with at `position` [L], one of COUNT: offset of the inputs, factor, whether it is any, and
-    codes and groups of each lane's two times two rows. Beyond the end, and of experts that were dropped, it is none:
-    nothing is read, and the scale is 0.
+    """What a warp computes with at `step` [L], 128 inputs: their offset, whether a lane's are there, and codes and
+    groups of each lane's two times two rows. Beyond the end nothing is read, and the scale is 0.
 
-    words, groups: addresses of the rows; of all experts' for PAIR_DOWN, more_* of the shared ones' there, and of the
-    second rows if GATED.
+    words, groups: addresses of the rows; more_*: of the second rows, if GATED.
     """
     STEPS: tl.constexpr = (D + 127) // 128
-    G: tl.constexpr = (D + GROUP - 1) // GROUP
-    inside = position < COUNT
-    position = tl.minimum(position, COUNT - 1)
-    slot, step = position // STEPS, position % STEPS
+    inside = step < STEPS
+    step = tl.minimum(step, STEPS - 1)
     chunk = step * 4 + lane % 4
-    present = chunk < D // 32
+    valid = inside & (chunk < D // 32)
     chunk = tl.minimum(chunk, D // 32 - 1)
     group = step // (GROUP // 128)
-    factor = tl.full(position.shape, 1.0, tl.float32)
-    offset = chunk * 32
-    if FORM == 4:
-        offset += slot * D
-        shared = slot < SHARED
-        expert = tl.load(indices + slot - SHARED, mask=slot >= SHARED, other=0).to(tl.int64)
-        there = (expert >= 0) & (expert < E)
-        factor = tl.load(weights + slot - SHARED, mask=(slot >= SHARED) & there, other=0.0).to(tl.float32)
-        factor = tl.where(shared, 1.0, factor)
-        expert = tl.where(there, expert, 0)
-        # What an expert that was dropped would read, it never wrote.
-        inside = inside & (shared | there)
-        if SHARED:
-            words = tl.where(shared, more_words + slot * (D // 2), words + expert * (N * (D // 2)))
-            groups = tl.where(shared, more_groups + slot * (G * 4), groups + expert * (N * (G * 4)))
-            width = tl.where(shared, SHARED * (D // 8), D // 8)
-            scales_width = tl.where(shared, SHARED * G, G)
-        else:
-            words, groups = words + expert * (N * (D // 2)), groups + expert * (N * (G * 4))
-    valid = inside & present
     a0, a1, a2, a3, a4, a5 = _load_rows(words, groups, low, high, width, scales_width, chunk, group, valid, inside)
     if GATED:
         b0, b1, b2, b3, b4, b5 = _load_rows(
@@ -312,21 +277,19 @@ def _fetch(
         b0, b1, b2, b3, b4, b5 = _load_rows(
             words, groups, next_low, next_high, width, scales_width, chunk, group, valid, inside
         )
-    return offset, factor, valid, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5
+    return chunk * 32, valid, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def int4_mma_kernel(
-    x,  # hidden [T, D], or active [pairs, D] for DOWN and PAIR_DOWN; rows contiguous, of 16 bytes' alignment
-    indices,  # [K] of the one token, used by the PAIR forms
-    weights,  # [K], used by PAIR_DOWN
+    x,  # hidden [T, D], or active [pairs, D] for DOWN; rows contiguous, of 16 bytes' alignment
     order,  # [pairs], as are `tiles` used by GATE_UP and DOWN
     tiles,  # [3, num_tiles]
-    words,  # [E, N, WORDS], [E, 2N, WORDS] for the GATE_UP forms, or [N, WORDS]; contiguous, as are all that follow
+    words,  # [E, N, WORDS], [E, 2N, WORDS] for GATE_UP, or [N, WORDS]; contiguous, as are all that follow
     groups,
     more_words,  # the shared experts' (gate's), or the up weight of a gated DENSE
     more_groups,
-    up_words,  # the shared experts' up, for the GATE_UP forms
+    up_words,  # the shared experts' up, for GATE_UP
     up_groups,
     bias,  # [N], used if BIAS
     residual,  # [T, N], used if ADD
@@ -339,7 +302,7 @@ def int4_mma_kernel(
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     E: tl.constexpr,
-    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,  # pairs of a token
     SHARED: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -355,7 +318,6 @@ def int4_mma_kernel(
     BLOCK_M: tl.constexpr = 8 * TILES
     COLUMNS: tl.constexpr = (N + ROWS - 1) // ROWS
     STEPS: tl.constexpr = (D + 127) // 128
-    COUNT: tl.constexpr = STEPS * (SHARED + TOP_K) if FORM == 4 else STEPS
     WORDS: tl.constexpr = D // 8
     G: tl.constexpr = (D + GROUP - 1) // GROUP
     dtype: tl.constexpr = x.dtype.element_ty
@@ -364,14 +326,13 @@ def int4_mma_kernel(
     first_words, first_groups = words.to(tl.int64), groups.to(tl.int64)
     second_words, second_groups = more_words.to(tl.int64), more_groups.to(tl.int64)
     token = lane // 4
+    tile, column = _tile_of_program(num_tiles, COLUMNS, ROW_TILES)
     if FORM == 0:
-        tile, column = _tile_of_program(num_tiles, COLUMNS, ROW_TILES)
         end = num_rows
         begin = tile * BLOCK_M
         source = (begin + token).to(tl.int64)
         later = source + 8
-    elif FORM == 1 or FORM == 2:
-        tile, column = _tile_of_program(num_tiles, COLUMNS, ROW_TILES)
+    else:
         wait(PDL)
         expert = tl.load(tiles + tile).to(tl.int64)
         if expert < 0:
@@ -379,29 +340,14 @@ def int4_mma_kernel(
         begin = tl.load(tiles + num_tiles + tile)
         end = tl.load(tiles + 2 * num_tiles + tile)
         if FORM == 1:
-            source = tl.load(order + begin + token, mask=begin + token < end, other=0).to(tl.int64) // (SHARED + TOP_K)
+            source = tl.load(order + begin + token, mask=begin + token < end, other=0).to(tl.int64) // SLOTS
             later = tl.load(order + begin + 8 + token, mask=begin + 8 + token < end, other=0).to(tl.int64)
-            later = later // (SHARED + TOP_K)
+            later = later // SLOTS
         else:
             source = (begin + token).to(tl.int64)
             later = source + 8
-    else:
-        column, tile = tl.program_id(0), tl.program_id(1)
-        begin, end = tile * 0, tile * 0 + 1
-        source, later = token.to(tl.int64), token.to(tl.int64)
-        expert = tile.to(tl.int64) - SHARED
-        if FORM == 3:
-            if tile < SHARED:
-                expert = E + tile.to(tl.int64)
-            else:
-                wait(PDL)
-                expert = tl.load(indices + tile - SHARED).to(tl.int64)
-                if (expert < 0) | (expert >= E):
-                    return  # PAIR_DOWN does not read this row
-        else:
-            wait(PDL)
     more_base, more_scales = second_words, second_groups
-    if FORM == 1 or FORM == 3:
+    if FORM == 1:
         more_base = first_words + (expert * (2 * N) + N) * (WORDS * 4)
         more_scales = first_groups + (expert * (2 * N) + N) * (G * 4)
         first_words += expert * (2 * N) * (WORDS * 4)
@@ -436,42 +382,35 @@ def int4_mma_kernel(
     t0 = tl.zeros([32 * WARPS], tl.float32)
     t1, t2, t3, u0, u1, u2, u3 = t0, t0, t0, t0, t0, t0, t0
     v0, v1, v2, v3, w0, w1, w2, w3 = t0, t0, t0, t0, t0, t0, t0, t0
-    offset, factor, valid, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = _fetch(
-        warp, lane, low, high, next_low, next_high, indices, weights, first_words, first_groups, more_base,
-        more_scales, width, scales_width, FORM, GATED, E, SHARED, D, N, GROUP, COUNT,
+    offset, valid, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = _fetch(
+        warp, lane, low, high, next_low, next_high, first_words, first_groups, more_base, more_scales, width,
+        scales_width, GATED, D, GROUP,
     )  # fmt: skip
     wait(PDL)
-    x0, x1, x2, x3, x4, x5, x6, x7 = _load_inputs(inputs + offset * 2, valid & used)
-    if TILES == 2:
-        y0, y1, y2, y3, y4, y5, y6, y7 = _load_inputs(late_inputs + offset * 2, valid & late_used)
-    for step in tl.range(0, (COUNT + WARPS - 1) // WARPS, loop_unroll_factor=2):
-        # all of the next step is on its way while this one is computed
-        offset, next_factor, valid, c0, c1, c2, c3, c4, c5, d0, d1, d2, d3, d4, d5 = _fetch(
-            (step + 1) * WARPS + warp, lane, low, high, next_low, next_high, indices, weights, first_words,
-            first_groups, more_base, more_scales, width, scales_width, FORM, GATED, E, SHARED, D, N, GROUP, COUNT,
+    for step in tl.range(0, (STEPS + WARPS - 1) // WARPS, loop_unroll_factor=2):
+        x0, x1, x2, x3, x4, x5, x6, x7 = _load_inputs(inputs + offset * 2, valid & used)
+        if TILES == 2:
+            y0, y1, y2, y3, y4, y5, y6, y7 = _load_inputs(late_inputs + offset * 2, valid & late_used)
+        # the weights of the next step are on their way while this one is computed
+        offset, valid, c0, c1, c2, c3, c4, c5, d0, d1, d2, d3, d4, d5 = _fetch(
+            (step + 1) * WARPS + warp, lane, low, high, next_low, next_high, first_words, first_groups, more_base,
+            more_scales, width, scales_width, GATED, D, GROUP,
         )  # fmt: skip
-        n0, n1, n2, n3, n4, n5, n6, n7 = _load_inputs(inputs + offset * 2, valid & used)
-        x0, x1, x2, x3, x4, x5, x6, x7 = _paired(x0, x1, x2, x3, x4, x5, x6, x7)
         s0, s1 = _token_sums(x0, x1, x2, x3, x4, x5, x6, x7, dtype)
         t0, t1, t2, t3 = _add_group(
-            t0, t1, t2, t3, a0, a1, a2, a3, a4, a5, x0, x1, x2, x3, x4, x5, x6, x7, s0, s1, factor, dtype
+            t0, t1, t2, t3, a0, a1, a2, a3, a4, a5, x0, x1, x2, x3, x4, x5, x6, x7, s0, s1, dtype
         )  # fmt: skip
         u0, u1, u2, u3 = _add_group(
-            u0, u1, u2, u3, b0, b1, b2, b3, b4, b5, x0, x1, x2, x3, x4, x5, x6, x7, s0, s1, factor, dtype
+            u0, u1, u2, u3, b0, b1, b2, b3, b4, b5, x0, x1, x2, x3, x4, x5, x6, x7, s0, s1, dtype
         )  # fmt: skip
-        x0, x1, x2, x3, x4, x5, x6, x7 = n0, n1, n2, n3, n4, n5, n6, n7
         if TILES == 2:
-            n0, n1, n2, n3, n4, n5, n6, n7 = _load_inputs(late_inputs + offset * 2, valid & late_used)
-            y0, y1, y2, y3, y4, y5, y6, y7 = _paired(y0, y1, y2, y3, y4, y5, y6, y7)
             s0, s1 = _token_sums(y0, y1, y2, y3, y4, y5, y6, y7, dtype)
             v0, v1, v2, v3 = _add_group(
-                v0, v1, v2, v3, a0, a1, a2, a3, a4, a5, y0, y1, y2, y3, y4, y5, y6, y7, s0, s1, factor, dtype
+                v0, v1, v2, v3, a0, a1, a2, a3, a4, a5, y0, y1, y2, y3, y4, y5, y6, y7, s0, s1, dtype
             )  # fmt: skip
             w0, w1, w2, w3 = _add_group(
-                w0, w1, w2, w3, b0, b1, b2, b3, b4, b5, y0, y1, y2, y3, y4, y5, y6, y7, s0, s1, factor, dtype
+                w0, w1, w2, w3, b0, b1, b2, b3, b4, b5, y0, y1, y2, y3, y4, y5, y6, y7, s0, s1, dtype
             )  # fmt: skip
-            y0, y1, y2, y3, y4, y5, y6, y7 = n0, n1, n2, n3, n4, n5, n6, n7
-        factor = next_factor
         a0, a1, a2, a3, a4, a5 = c0, c1, c2, c3, c4, c5
         b0, b1, b2, b3, b4, b5 = d0, d1, d2, d3, d4, d5
 
@@ -495,8 +434,6 @@ def _store_tile(
     target = token.to(tl.int64)
     if FORM == 2:
         target = tl.load(order + token, mask=used, other=0).to(tl.int64)
-    elif FORM == 3:
-        target += tl.program_id(1)
     if GATED:
         _store_rows(silu(result) * more, row, target, used, bias, residual, out, BIAS, ADD, N)
     else:
@@ -515,18 +452,22 @@ def _store_rows(values, row, target, used, bias, residual, out, BIAS: tl.constex
 
 
 class Program(NamedTuple):
-    """Warps that share the groups of a row; each has the program's rows."""
+    """Warps that share the inputs of a row; each has the program's rows."""
 
     warps: int
 
 
 @choices.by_device
-def choose_program(capability: tuple[int, int], positions: int, programs: int) -> Program:
-    """positions: groups of a row, over all experts of a PAIR_DOWN. programs: that there are, at least."""
-    warps = 4
-    while warps < 16 and programs * warps < 1024 and warps * 2 <= positions:
-        warps *= 2
-    return Program(min(warps, triton.next_power_of_2(positions)))
+def choose_program(capability: tuple[int, int], steps: int, dense: bool, gated: bool) -> Program:
+    """steps: of 128 inputs. Measured on an H200 in bf16, groups of 128, us, with 2, 4, 8 and 16 warps:
+
+    V2-Lite's experts with shared ones, 8 tokens 95, 90, 180, 32 tokens 155, 153, 314 (both products alike); unpacked
+    through shared memory (`int4_tiles.py`) 121 and 192. Dense, 8 tokens: gate and up of 4,096 x 11,008 21.6, 24.9,
+    36.0, 54.5 (52.3 there), 11,008 x 4,096 44.2, 24.4, 18.5, 17.0 (52.3), 10,944 x 2,048 52.9, 20.9, 15.7, 15.2
+    (49.5), 18,432 x 7,168 77.5, 48.8, 35.8, 38.7 (86.6).
+    """
+    warps = (2 if gated else 8) if dense else 4
+    return Program(max(1, min(warps, triton.next_power_of_2(steps))))
 
 
 Packed = tuple[torch.Tensor, torch.Tensor]
@@ -538,7 +479,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.stride(0) % 8 or x.data_ptr() % 16 else x
 
 
-def launch_product(
+def _launch(
     form: int,
     x: torch.Tensor,
     weights: tuple[Packed, Packed, Packed],
@@ -552,34 +493,31 @@ def launch_product(
     num_rows: int,
     num_tiles: int,
     experts: tuple[int, int, int] = (1, 1, 0),
-    chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
-    sorted_rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+    order: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     program: Program | None = None,
 ) -> None:
-    """One form of the kernel. weights: `words`, `more_words` and `up_words` with their groups; experts: E, K, SHARED;
-    chosen: `indices` and `weights`; sorted_rows: `order` and `tiles`."""
-    first, second, third = weights
-    rows = 16 if gated else 32
-    columns = -(-count // rows)
-    steps = -(-size // 128) * (experts[1] + experts[2] if form == PAIR_DOWN else 1)
-    program = program or choose_program(x.device, steps, columns * num_tiles)
-    pairs = form in (PAIR_GATE_UP, PAIR_DOWN)
+    """One form of the kernel. weights: `words`, `more_words` and `up_words` with their groups; experts: E, SLOTS,
+    SHARED."""
+    (words, groups), (more_words, more_groups), (up_words, up_groups) = weights
+    columns = -(-count // (16 if gated else 32))
+    program = program or choose_program(x.device, -(-size // 128), form == DENSE, gated)
     pdl = launching.uses_pdl(x.device)
     launching.launch(
         int4_mma_kernel,
-        (columns, num_tiles) if pairs else (columns * num_tiles,),
+        (columns * num_tiles,),
         (
             x,
-            *(chosen or (first[0], x)),
-            *(sorted_rows or (first[0], first[0])),
-            first[0],
-            group_words(first[1]),
-            second[0],
-            group_words(second[1]),
-            third[0],
-            group_words(third[1]),
+            words if order is None else order,
+            words if plan is None else plan,
+            words,
+            group_words(groups),
+            more_words,
+            group_words(more_groups),
+            up_words,
+            group_words(up_groups),
             x if bias is None else bias,
             x if residual is None else residual,
             out,
@@ -614,15 +552,15 @@ def launch_dense(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     program: Program | None = None,
-    tiles: int = 1,
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] -> [T, N], or with `other` silu(x weight^T) * (x other^T); T not 0."""
     x = _aligned(x)
     num_tokens, size = x.shape
     count = weight[0].shape[0]
     out = torch.empty(num_tokens, count, dtype=x.dtype, device=x.device)
+    tiles = 1 if num_tokens <= TOKENS else 2
     second = weight if other is None else other
-    launch_product(
+    _launch(
         DENSE, x, (weight, second, second), out, size=size, count=count, group_size=group_size,
         gated=other is not None, tiles=tiles, num_rows=num_tokens, num_tiles=-(-num_tokens // (TOKENS * tiles)),
         bias=bias, residual=None if residual is None else residual.contiguous(), program=program,
@@ -641,38 +579,20 @@ def launch_experts(
     residual: torch.Tensor | None,
     intermediate: int,
     group_size: int,
-    tiles: int = 1,
     programs: tuple[Program | None, Program | None] = (None, None),
 ) -> None:
-    """Into out [T, D]; the rest as in `ops.int4_experts.int4_mixture`, indices and weights contiguous.
-
-    One token: a program for each of its experts, and a sum over all of them in another. More: pairs sorted by expert,
-    in tiles of 8 or 16.
-    """
+    """Into out [T, D]; the rest as in `ops.int4_experts.int4_mixture`, indices and weights contiguous. Pairs are sorted
+    by expert, in tiles of 8; tiles of 16 were slower at any number of tokens."""
     hidden = _aligned(hidden)
     num_tokens, top_k = indices.shape
     num_experts, size = down[0].shape[:2]
     gate, up, shared_down = (gate_up, gate_up, down) if shared is None else shared
     num_shared = 0 if shared is None else gate[0].shape[0] // intermediate
-    experts = (num_experts, top_k, num_shared)
     num_pairs = num_tokens * (top_k + num_shared)
-    active = hidden.new_empty(num_pairs, intermediate)
-    first = dict(size=size, count=intermediate, gated=True, program=programs[0])
-    second = dict(size=intermediate, count=size, gated=False, program=programs[1])
-    both = dict(group_size=group_size, experts=experts, tiles=tiles, num_rows=num_pairs)
-    if num_tokens == 1:
-        chosen = (indices, weights)
-        launch_product(
-            PAIR_GATE_UP, hidden, (gate_up, gate, up), active, chosen=chosen, num_tiles=num_pairs, **first, **both
-        )  # fmt: skip
-        launch_product(
-            PAIR_DOWN, active, (down, shared_down, shared_down), out, chosen=chosen, num_tiles=1, residual=residual,
-            **second, **both,
-        )  # fmt: skip
-        return
-    num_tiles = num_pairs // (TOKENS * tiles) + num_experts + num_shared
+    num_tiles = num_pairs // TOKENS + num_experts + num_shared
     order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
     plan = torch.empty(3, num_tiles, dtype=torch.int32, device=hidden.device)
+    active = hidden.new_empty(num_pairs, intermediate)
     outputs = hidden.new_empty(num_pairs, size)
     pdl = launching.uses_pdl(hidden.device)
     dependent = {"launch_pdl": True} if pdl else {}
@@ -681,23 +601,28 @@ def launch_experts(
         sort_kernel,
         (num_experts + num_shared,),
         (indices, order, plan, num_pairs, num_tiles),
-        (*experts, TOKENS * tiles, block, pdl),
+        (num_experts, top_k, num_shared, TOKENS, block, pdl),
         num_warps=8 if block > 1024 else 4,
         **dependent,
     )
-    rows = (order, plan)
-    launch_product(
-        GATE_UP, hidden, (gate_up, gate, up), active, sorted_rows=rows, num_tiles=num_tiles, **first, **both
+    both = dict(
+        group_size=group_size, tiles=1, num_rows=num_pairs, num_tiles=num_tiles, order=order, plan=plan,
+        experts=(num_experts, top_k + num_shared, num_shared),
     )  # fmt: skip
-    launch_product(
-        DOWN, active, (down, shared_down, shared_down), outputs, sorted_rows=rows, num_tiles=num_tiles, **second, **both
+    _launch(
+        GATE_UP, hidden, (gate_up, gate, up), active, size=size, count=intermediate, gated=True, program=programs[0],
+        **both,
+    )  # fmt: skip
+    _launch(
+        DOWN, active, (down, shared_down, shared_down), outputs, size=intermediate, count=size, gated=False,
+        program=programs[1], **both,
     )  # fmt: skip
     block_d = min(triton.next_power_of_2(size), 1024)
     launching.launch(
         combine_kernel,
         (num_tokens, -(-size // block_d)),
         (outputs, indices, weights, out if residual is None else residual, out),
-        (*experts, residual is not None, size, block_d, pdl),
+        (num_experts, top_k, num_shared, residual is not None, size, block_d, pdl),
         num_warps=4,
         **dependent,
     )
@@ -708,26 +633,26 @@ def compile_cases() -> list[tuple]:
     numbers = ("x", "bias", "residual", "out")
     packed = ("words", "groups", "more_words", "more_groups", "up_words", "up_groups")
     types = dict.fromkeys(numbers, "*bf16") | dict.fromkeys((*packed, "order", "tiles"), "*i32")
-    types |= {"indices": "*i64", "weights": "*fp32"} | dict.fromkeys(("x_stride", "num_rows", "num_tiles"), "i32")
+    types |= dict.fromkeys(("x_stride", "num_rows", "num_tiles"), "i32")
     arguments = int4_mma_kernel.arg_names
     signature = {argument: types.get(argument, "constexpr") for argument in arguments}
     aligned = [argument for argument in arguments if types.get(argument, "")[:1] == "*" or argument == "x_stride"]
     attrs = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
     cases = []
     for form, name, size, count, tokens in (
-        (PAIR_GATE_UP, "pair_gate_up", 2048, 1408, (1,)),
-        (PAIR_DOWN, "pair_down", 1408, 2048, (1,)),
-        (GATE_UP, "gate_up", 2048, 1408, (1, 2)),
-        (DOWN, "down", 1408, 2048, (1, 2)),
+        (GATE_UP, "gate_up", 2048, 1408, (1,)),
+        (DOWN, "down", 1408, 2048, (1,)),
+        (DENSE, "dense-gated", 2048, 10944, (1, 2)),
         (DENSE, "dense", 10944, 2048, (1, 2)),
     ):
         for capability in (80, 90, 100):
             for tiles in tokens:
-                gated = form in (GATE_UP, PAIR_GATE_UP)
-                steps = -(-size // 128) * (8 if form == PAIR_DOWN else 1)
-                program = choose_program((capability // 10, capability % 10), steps, 512 if gated else 64)
+                gated = form == GATE_UP or "gated" in name
+                where = (capability // 10, capability % 10)
+                program = choose_program(where, -(-size // 128), form == DENSE, gated)
                 shared = 0 if form == DENSE else 2
-                values = (form, gated, False, form == DENSE, 64, 6, shared, size, count, 128, tiles, program.warps)
+                add = name == "dense"
+                values = (form, gated, False, add, 64, 6 + shared, shared, size, count, 128, tiles, program.warps)
                 names = arguments[arguments.index("FORM") :]
                 fixed = dict(zip(names, (*values, ROW_TILES, capability >= 90), strict=True))
                 options = {"num_warps": program.warps, "num_stages": 3, "capability": capability, "attrs": attrs}
