@@ -120,6 +120,12 @@ def restore(model: Model) -> Model:
     return model
 
 
+def counters(model: nn.Module) -> Counter[str]:
+    """The counts of `report`, live: what an optimized model goes on adding to. Empty for any other model."""
+    state = _state(model)
+    return Counter() if state is None else state.counters
+
+
 def report(model: nn.Module) -> Report:
     """What `optimize` did to `model`, what it skipped and why, and what has run since."""
     inner = families.unwrap(model)

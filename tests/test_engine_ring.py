@@ -291,7 +291,18 @@ def test_cancelling_answers_what_has_not_begun():
 def test_a_callback_cannot_close_its_ring(caplog):
     with TokenizerRing(bundled()) as ring:
         ring.encode(["a"], lambda outcome: ring.close())
-    assert "cannot close" in caplog.text
+    assert "cannot wait for its own thread" in caplog.text
+
+
+def test_closing_without_waiting_ends_the_threads_too():
+    got, ring = [], TokenizerRing(bundled())
+    for i in range(5):
+        ring.submit(str(i), got.append)
+    ring.encode(["a"], lambda outcome: ring.close(wait=False))
+    deadline = time.monotonic() + WAIT
+    while ours() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not ours() and len(got) == 5
 
 
 def test_what_it_refuses():

@@ -21,8 +21,28 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PRINTS = {
     "quickstart": ["tokens equal: True", "tokens equal after restore: True", "deepseek_v3: optimized"],
-    "pipeline_dropin": ["texts equal: True", "paged generate calls: 1"],
-    "lora_adapter": ["tokens equal after merging: True", "tokens equal after restore: True"],
+    "pipeline_dropin": [
+        "texts equal: True",
+        "paged generate calls: 1",
+        "streamed: join(pkg_dir, *args, **kwargs):",
+        "samples: ['class Parser:",
+        "texts equal after restore: True",
+    ],
+    "batched_generation": [
+        "tokens equal: True",
+        "pieces: '\\n' 'class' ",
+        "{'num_beams': 4} AccelError",
+        "same seed, same tokens: True",
+        "cancelled: True",
+        "asyncio: 2 texts",
+        "still running: 0 waiting: 0",
+    ],
+    "lora_adapter": [
+        "with the adapter: {'attention: expanded (",
+        "tokens equal on a stock model: True",
+        "tokens equal after merging: True",
+        "tokens equal after restore: True",
+    ],
     "long_context_cache": [
         "next token equal: True",
         "after the prompt:        paged 3,276,800 bytes, DynamicCache 3,200,000 bytes",

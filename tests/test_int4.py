@@ -294,3 +294,67 @@ def _interpreted_experts(case, dtype, num_shared):
 @pytest.mark.parametrize("case, num_shared", [((2, 4, 2, 64, 32, 32), 1), ((5, 3, 1, 40, 33, 32), 0)])
 def test_experts_interpreted(case, num_shared, dtype, limit):
     assert max(interpret(_interpreted_experts, case, dtype, num_shared)) < limit
+
+
+def _interpreted_mma_linear(tokens, size, count, gated):
+    from deepseek_accel.kernels import int4_mma
+
+    weight, up = (packed(count, size, dtype=torch.float16, group_size=128, seed=seed) for seed in (0, 1))
+    x, bias, residual = (randn(*shape, dtype=torch.float16) for shape in ((tokens, size), (count,), (tokens, count)))
+    x = x / 64  # products of large groups stay in fp16
+    assert int4_linear.takes_mma(weight)
+    errors = []
+    for warps in (1, 2):
+        program = int4_mma.Program(warps)
+        if gated:
+            exact = int4_gated_reference(x.double(), weight, up)
+            ours = int4_mma.launch_dense(x, weight.tensors(), up.tensors(), 128, program=program)
+        else:
+            exact = int4_linear_reference(x.double(), weight, bias.double(), residual.double())
+            ours = int4_mma.launch_dense(x, weight.tensors(), None, 128, bias, residual, program)
+        errors.append(relative_error(ours, exact))
+    return errors
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    "tokens, size, count",
+    [
+        (1, 160, 40),  # a short last group, whose last chunks are not there; rows that are no multiple of a program's
+        (7, 128, 16),
+        (11, 416, 33),  # a second tile of tokens, not filled; more groups than warps
+        (35, 128, 24),  # several programs of tokens
+    ],
+)
+def test_linear_by_mma_interpreted(tokens, size, count, gated):
+    assert max(interpret(_interpreted_mma_linear, tokens, size, count, gated)) < 2e-3
+
+
+def _interpreted_mma_experts(case, num_shared, tiles):
+    from deepseek_accel.kernels import int4_mma
+
+    hidden, *others, residual = make_experts(case, torch.float16, num_shared)
+    hidden = hidden / 64  # products of large groups stay in fp16
+    indices, weights, gate_up, down, shared = others
+    exact = exact_mixture(hidden, *others, residual)
+    out = torch.empty_like(hidden)
+    riding = shared and tuple(weight.tensors() for weight in shared)
+    programs = (int4_mma.Program(1), int4_mma.Program(2))
+    int4_mma.launch_experts(
+        hidden, indices, weights, gate_up.tensors(), down.tensors(), out, riding, residual, case[4], case[5], tiles,
+        programs,
+    )  # fmt: skip
+    return relative_error(out, exact)
+
+
+@pytest.mark.parametrize(
+    "case, num_shared, tiles",
+    [
+        ((1, 4, 2, 160, 128, 128), 2, 1),
+        ((1, 16, 4, 128, 160, 128), 0, 1),
+        ((5, 4, 2, 160, 128, 128), 1, 1),
+        ((20, 3, 3, 128, 128, 128), 2, 2),
+    ],
+)
+def test_experts_by_mma_interpreted(case, num_shared, tiles):
+    assert interpret(_interpreted_mma_experts, case, num_shared, tiles) < 3e-3

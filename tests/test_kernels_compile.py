@@ -45,6 +45,7 @@ KERNELS = [
     ("experts_tiles", "combine_kernel"),
     ("int4", "dequantize_kernel"),
     ("int4_dots", "int4_dots_kernel"),
+    ("int4_mma", "int4_mma_kernel"),
     ("int4_pairs", "int4_pair_gate_up_kernel"),
     ("int4_pairs", "int4_pair_down_kernel"),
     ("int4_tiles", "int4_tiles_kernel"),

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import AccelError
-from . import bench, models, stress
+from . import bench, models, stress, tokenizing
 from .models import checkpoint_plan, place
 
 __all__ = ["checkpoint_plan", "main", "parser", "place"]
@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_commands(benches)
     stress.add_commands(benches)
+    tokenizing.add_commands(benches)
     return top
 
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..errors import AccelError
-from .shared import end, numbers, place_arguments, record, write
+from .shared import DEVICE_HELP, end, numbers, place_arguments, record, write
 
 
 def add_commands(benches: Any) -> None:
@@ -25,6 +25,12 @@ def add_commands(benches: Any) -> None:
     place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
     command.set_defaults(run=bench_speculation)
+    command = benches.add_parser("host", help="loading a checkpoint, and a page table's change of length")
+    command.add_argument("--model", default="tiny", help="tiny (default), or a checkpoint directory, quantised or not")
+    command.add_argument("--device", default="auto", help=DEVICE_HELP)
+    command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
+    command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
+    command.set_defaults(run=bench_host)
     command = benches.add_parser("ops", help="single ops against their references")
     command.add_argument(
         "--op", metavar="OP,...", help="latent_attention, gqa, experts, router, rms_norm (default: all)"
@@ -158,6 +164,17 @@ def bench_ops(arguments: argparse.Namespace) -> int:
     write(arguments, result)
     tables.console().print(tables.ops_table(result))
     return end(result["rows"], generate.exit_code(result["rows"]))
+
+
+def bench_host(arguments: argparse.Namespace) -> int:
+    from ..bench import host, tables
+
+    keep = record(arguments, host.host_table)
+    result = host.run(arguments.model, arguments.repeats, arguments.device, keep)
+    result["command"] = arguments.command_line
+    write(arguments, result)
+    tables.console().print(host.host_table(result))
+    return 0
 
 
 def _is_gpu(resolve_device: Any, name: str) -> bool:

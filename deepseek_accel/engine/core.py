@@ -44,7 +44,7 @@ class Core:
         self.scheduler = Scheduler(max_batch, watch)
         self.steps: Steps | None = None
         self.num_steps = 0
-        self._guarded = Guarded(guard, watch, max_batch)
+        self._guarded = Guarded(guard, watch, max_batch, applied.fp8)
         self._states = States()
         self._changed = changed
         self._asked: dict[int, Request] = {}
@@ -103,7 +103,8 @@ class Core:
         assert self.steps is not None
         rows = scheduler.pages
         limits = self._guarded.react(rows, len(scheduler.running))
-        scheduler.admit(min(limits.rows, self.steps.allowed))
+        switches = rows.fp8 != self._guarded.fp8  # once all that began as before are done
+        scheduler.admit(min(limits.rows, self.steps.allowed), only_begun=switches)
         running, failed = len(scheduler.running), self.steps.out_of_memory
         decoded, computed = self.steps.run()
         if self.steps.out_of_memory > failed:
@@ -120,11 +121,12 @@ class Core:
         """Nothing runs: follow the model, which may have changed. Raises AccelError if it cannot be run now."""
         stepper = read(self.model, self.applied)
         scheduler, known = self.scheduler, self.steps
-        entries = [
-            Entries(*each, stepper.model.dtype, self.applied.fp8, self.applied.family.attention == "mla")
-            for each in sizes(stepper)
-        ]
         rows = scheduler.rows
+        # who was preempted goes on as it began
+        fp8 = rows.fp8 if rows is not None and scheduler.next_has_begun else self._guarded.fp8
+        entries = [
+            Entries(*each, stepper.model.dtype, fp8, self.applied.family.attention == "mla") for each in sizes(stepper)
+        ]
         if rows is None or rows.device != stepper.model.device or rows.entries != entries:
             self.steps = known = scheduler.rows = None  # the memory goes before more is taken
             rows = Rows(

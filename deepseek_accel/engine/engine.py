@@ -77,6 +77,8 @@ class Engine:
             target=_serve, args=(weakref.ref(self._core), self._wake), name="deepseek_accel-engine", daemon=True
         )
         self._finalizer = weakref.finalize(self, _stop, self._core, self._wake)
+        if self._texts is not None:  # an engine that nobody closed leaves no threads; who collects it must not wait
+            weakref.finalize(self, self._texts.close, cancel=True, wait=False)
         self._thread.start()
 
     # Asking

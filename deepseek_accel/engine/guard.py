@@ -5,8 +5,10 @@
                    < low           after `calm` such calls in a row, one step back down
 
 The ladder: NORMAL, EVICT_PREFIXES, LOWER_ADMISSION (half the rows), SHRINK (if configured), then half the rows again,
-down to one. Halving is fast and recovery slow: rows come back by so few at a time that, where memory is proportional to
-rows, one step cannot cross from below `low` to above `limit`. So a load that does not change never makes it flap.
+down to one. Halving is fast and recovery slow, so that a load that does not change never makes it flap:
+- Rows come back by so few at a time that, where memory grows with rows, one step cannot cross from below `low` to above
+  `limit`.
+- SHRINK ends below `low / 2`, where twice the bytes a token are no harm, or when nothing runs.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from ..errors import PlanError
 from ..passes.kv_cache import KVCache
 
 log = logging.getLogger(__name__)
+Read = Callable[[], tuple[int, int]]
+"""Returns (bytes held, bytes that may be held at most). Free pages of an engine, which it holds too, are taken off."""
 
 
 class Stage(enum.IntEnum):
@@ -42,12 +46,20 @@ class MemoryGuard:
     limit: fraction of the limit in bytes from which on memory is short. low: fraction below which it recovers (default:
     0.05 below `limit`). shrink: how new requests store tokens as the last resort: a `KVCache` pass, "fp8_e4m3",
     "fp8_e5m2", or an eviction policy; None (default) never does that. patience: calls from one step up to the next, so
-    that a step can take effect. calm: calls in a row below `low` before a step down.
+    that a step can take effect. calm: calls in a row below `low` before a step down. read: in place of the device, a
+    function that returns (bytes held, limit), asked at every step; such as a budget of your own.
     Raises PlanError on other values. Not thread-safe: one engine, one guard, one thread.
     """
 
     def __init__(
-        self, limit: float = 0.95, shrink: Any = None, *, low: float | None = None, patience: int = 8, calm: int = 64
+        self,
+        limit: float = 0.95,
+        shrink: Any = None,
+        *,
+        low: float | None = None,
+        patience: int = 8,
+        calm: int = 64,
+        read: Read | None = None,
     ) -> None:
         low = max(limit - 0.05, limit / 2) if low is None else low
         if not 0 < low < limit <= 1:
@@ -55,7 +67,7 @@ class MemoryGuard:
         if patience < 1 or calm < 1:
             raise PlanError(f"patience and calm are calls, 1 or more; got {patience!r} and {calm!r}")
         self.limit, self.low, self.patience, self.calm = limit, low, patience, calm
-        self.shrink = to_cache_pass(shrink)
+        self.shrink, self.read = to_cache_pass(shrink), read
         self.counts: Counter[str] = Counter()
         """How often each thing was decided: evict_prefixes, lower_admission, shrink, recover, out_of_memory."""
         self.start(128)
@@ -86,7 +98,8 @@ class MemoryGuard:
         else:
             self._calm_calls += 1
             if self._calm_calls >= self.calm and self.stage is not Stage.NORMAL:
-                self._step_down(f"{fraction:.1%} of {limit_bytes:,} bytes in use")
+                unshrinks = fraction < self.low / 2 or running == 0
+                self._step_down(f"{fraction:.1%} of {limit_bytes:,} bytes in use", unshrinks)
         return self.stage
 
     def out_of_memory(self, running: int | None = None) -> Stage:
@@ -124,21 +137,23 @@ class MemoryGuard:
         self.counts["lower_admission"] += 1
         log.warning("%s: memory guard: at most %d of %d rows are admitted now", why, self.admitted, self.max_rows)
 
-    def _step_down(self, why: str) -> None:
-        self._calm_calls = 0
-        self.counts["recover"] += 1
-        if self.stage is Stage.SHRINK:
+    def _step_down(self, why: str, unshrinks: bool) -> None:
+        done = []
+        if self.stage is Stage.SHRINK and unshrinks:
             self.stage = Stage.LOWER_ADMISSION
-            what = "new requests store tokens as configured again"
-        elif self.admitted < self.max_rows:
+            done.append("new requests store tokens as configured again")
+        if self.admitted < self.max_rows:
             # rows * (limit - low) / low more rows are at most (limit - low) more memory, if no byte is used below `low`
             more = max(1, int(self.admitted * (self.limit - self.low) / self.low))
             self.admitted = min(self.max_rows, self.admitted + more)
-            what = f"at most {self.admitted} of {self.max_rows} rows are admitted now"
-        else:
+            done.append(f"at most {self.admitted} of {self.max_rows} rows are admitted now")
+        elif not done and self.stage is not Stage.SHRINK:
             self.stage = Stage.NORMAL
-            what = "prefixes are kept again"
-        log.info("%s: memory guard: %s", why, what)
+            done.append("prefixes are kept again")
+        if done:
+            self._calm_calls = 0
+            self.counts["recover"] += 1
+            log.info("%s: memory guard: %s", why, "; ".join(done))
 
 
 _DOES = {
@@ -182,7 +197,7 @@ class DeviceMemory:
     read: in place of the device, a function that returns (bytes, limit); for tests and for other budgets.
     """
 
-    def __init__(self, device: Any, *, every: float = 0.05, read: Callable[[], tuple[int, int]] | None = None) -> None:
+    def __init__(self, device: Any, *, every: float = 0.05, read: Read | None = None) -> None:
         import torch
 
         self.device, self.every = torch.device(device), every

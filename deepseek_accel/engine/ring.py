@@ -89,6 +89,7 @@ class TokenizerRing:
         self._waiting: deque[tuple[str, Callable[[Outcome], None]]] = deque()
         self._ready: dict[int, _Batch] = {}
         self._begun = self._delivered = self._in_flight = 0
+        self._num_workers = num_threads
         self._delivering = self._closed = self._texts_closed = self._cancelled = False
         self._counts = {"batches": 0, "texts": 0, "tokens": 0, "failed_texts": 0, "blocked_seconds": 0.0}
         self._buffers = _Buffers(self.device, max(num_batches, num_threads))
@@ -171,24 +172,22 @@ class TokenizerRing:
         with self._lock:
             return {**self._counts, "in_flight": self._in_flight, "waiting": len(self._waiting)}
 
-    def close(self, cancel: bool = False) -> None:
-        """Finish what was given, then join the threads. cancel: what has not begun gets an AccelError instead."""
-        if threading.current_thread() in self._threads:
-            raise AccelError("a callback of the ring cannot close it: its own thread would wait for itself")
+    def close(self, cancel: bool = False, wait: bool = True) -> None:
+        """Finish what was given, then end the threads. cancel: what has not begun gets an AccelError instead.
+
+        wait: until they have ended. Raises AccelError if a callback of the ring, on one of its threads, would wait.
+        """
+        if wait and threading.current_thread() in self._threads:
+            raise AccelError("a callback of the ring cannot wait for its own thread: close(wait=False)")
         with self._room:
             self._cancelled |= cancel
-            first, self._closed = not self._closed, True
-            self._room.notify_all()
-            if first:
+            if not self._closed:
+                self._closed = True
                 for _ in self._threads[:-1]:
                     self._work.put(None)
-        for thread in self._threads[:-1]:
+            self._room.notify_all()
+        for thread in self._threads if wait else ():
             thread.join()
-        with self._lock:  # after the workers, whose callbacks may decode
-            if not self._texts_closed:
-                self._texts_closed = True
-                self._texts.put(None)
-        self._threads[-1].join()
 
     def __enter__(self) -> TokenizerRing:
         return self
@@ -217,6 +216,11 @@ class TokenizerRing:
                 continue
             while (batch := self._gather()) is not None:
                 self._serve(tokenizer, batch)
+        with self._lock:
+            self._num_workers -= 1
+            if not self._num_workers:  # only now: their callbacks may ask for text
+                self._texts_closed = True
+                self._texts.put(None)
 
     def _serve(self, tokenizer: Any, batch: _Batch) -> None:
         with self._lock:

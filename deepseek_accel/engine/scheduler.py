@@ -103,13 +103,21 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting[sequence.request.id] = sequence
 
-    def admit(self, allowed: int) -> None:
+    @property
+    def next_has_begun(self) -> bool:
+        """Whether the next to be admitted was preempted: those come before all others."""
+        return bool(self.waiting) and next(iter(self.waiting.values())).preemptions > 0
+
+    def admit(self, allowed: int, *, only_begun: bool = False) -> None:
         """Give rows and the pages of their prompts to those who wait, in their order, up to `allowed` rows in all.
 
         Every row that runs may need a page for its next token: so many must be left over. Who can never fit fails.
+        only_begun: nobody new.
         """
         while self.waiting and len(self.running) < min(allowed, self.max_rows):
             sequence = next(iter(self.waiting.values()))
+            if only_begun and not self.next_has_begun:
+                return
             if (error := self._why_never(sequence)) is not None:
                 self.finish(sequence, "error", error)
             elif self._take_pages(sequence):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +11,13 @@ from torch import Tensor
 from .experts import Shared, Weight, fused_experts
 from .experts import mixture as plain_mixture
 from .int4 import Int4Weight, dequantize
-from .int4_linear import check_input, native_linear, takes_kernels, takes_native, unpack
+from .int4_linear import check_input, native_linear, takes_kernels, takes_mma, takes_native, unpack
 from .projection import gated_project, project
 
+MMA_ROWS = 16
+"""Up to so many rows of an expert, weights go from registers to tensor cores, where that fits."""
+NARROW_ROWS = 4
+"""Up to so many in tiles of 8 rows, else of 16."""
 UNPACK_ROWS = 256
 """From so many rows of an expert on, all experts are unpacked once and run as 16-bit ones. H200, V2-Lite, us: 96 rows
 487 in tiles and 788 unpacked first, 192 rows 933 and 1,088. Beyond, tiles grow with the rows; unpacking, 375, does
@@ -150,19 +156,29 @@ def _launch(
     if hidden.stride(1) != 1:
         hidden = hidden.contiguous()
     out = torch.empty(num_tokens, size, dtype=hidden.dtype, device=hidden.device)
-    from ..kernels import int4_pairs, int4_tiles
-
-    launch = int4_pairs.launch if num_tokens == 1 else int4_tiles.launch_experts
-    launch(
+    arguments: Any = (
         hidden,
         indices.contiguous(),
         weights.contiguous(),
         (gate_up.words, gate_up.groups),
         (down.words, down.groups),
         out,
-        None if shared is None else tuple((weight.words, weight.groups) for weight in shared),  # type: ignore[arg-type]
+        None if shared is None else tuple((weight.words, weight.groups) for weight in shared),
         residual,
         intermediate,
         down.group_size,
     )
+    rows = num_tokens * top_k / num_experts
+    if rows <= MMA_ROWS and takes_mma(gate_up, down):
+        from ..kernels import int4_mma
+
+        int4_mma.launch_experts(*arguments, tiles=1 if rows <= NARROW_ROWS else 2)
+    elif num_tokens == 1:
+        from ..kernels import int4_pairs
+
+        int4_pairs.launch(*arguments)
+    else:
+        from ..kernels import int4_tiles
+
+        int4_tiles.launch_experts(*arguments)
     return out

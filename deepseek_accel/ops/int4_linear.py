@@ -1,7 +1,8 @@
 """Linear layers whose weights are packed in four bits: `ops.int4.Int4Weight` in place of a tensor.
 
-On a GPU one token is a dot product per row (`kernels/int4_dots.py`), some tokens go through tensor cores with weights
-unpacked tile by tile (`kernels/int4_tiles.py`), many with the whole weight unpacked once, for cuBLAS. On a CPU
+On a GPU few tokens go through tensor cores with weights straight from registers (`kernels/int4_mma.py`); where those
+cannot read the weights, one token is a dot product per row (`kernels/int4_dots.py`). More tokens have weights unpacked
+tile by tile (`kernels/int4_tiles.py`), many the whole weight unpacked once, for cuBLAS. On a CPU
 few tokens take torch's own four-bit product where it fits (`takes_native`). Elsewhere, and where a gradient of the
 input is wanted, the weight is unpacked for torch.
 """
@@ -16,6 +17,8 @@ from .choice import uses_triton
 from .int4 import Int4Weight, dequantize
 from .rms_norm import rms_norm
 
+MMA_TOKENS = 16
+"""Up to so many tokens, weights go from registers to tensor cores (`kernels/int4_mma.py`), where that fits."""
 TILE_TOKENS = 128
 """Up to so many tokens, weights are unpacked tile by tile. H200, bf16, 4,096 x 11,008, us, with an earlier form of the
 tiles: 32 tokens 30 and 58 unpacked first, 128 tokens 52 and 59; 4,096 tokens 509 unpacked first, 482 a bf16 product."""
@@ -62,6 +65,12 @@ def takes_kernels(x: Tensor, *others: Tensor | None) -> bool:
     if not uses_triton(x.device) or torch.compiler.is_compiling():
         return False
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)))
+
+
+def takes_mma(*weights: Int4Weight) -> bool:
+    """Whether `kernels/int4_mma.py` reads these weights: of 16-bit models, groups of a multiple of 128 inputs, rows of
+    a multiple of 32."""
+    return all(w.dtype.itemsize == 2 and w.group_size % 128 == 0 and w.size % 32 == 0 for w in weights)
 
 
 def takes_native(tokens: int, weight: Int4Weight) -> bool:
@@ -125,6 +134,10 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, resid
     if x.stride(1) != 1:
         x = x.contiguous()
     packed = (weight.words, weight.groups)
+    if len(x) <= MMA_TOKENS and takes_mma(weight):
+        from ..kernels import int4_mma as mma
+
+        return mma.launch_dense(x, packed, None, weight.group_size, bias, residual)
     if len(x) == 1:
         from ..kernels import int4_dots as dots
 
@@ -160,7 +173,8 @@ def int4_gated(x: Tensor, gate: Int4Weight, up: Int4Weight, norm: tuple[Tensor, 
         return F.silu(int4_linear(normed, gate)) * int4_linear(normed, up)
     kernels = takes_kernels(x, None if norm is None else norm[0])
     first, second = (gate.words, gate.groups), (up.words, up.groups)
-    if kernels and len(x) == 1:
+    on_mma = len(x) <= MMA_TOKENS and takes_mma(gate)
+    if kernels and len(x) == 1 and not on_mma:
         from ..kernels import int4_dots as dots
 
         return dots.launch(x, first, second, gate.group_size, norm)
@@ -169,6 +183,10 @@ def int4_gated(x: Tensor, gate: Int4Weight, up: Int4Weight, norm: tuple[Tensor, 
         return F.silu(int4_linear(normed, gate)) * int4_linear(normed, up)
     if normed.stride(1) != 1:
         normed = normed.contiguous()
+    if on_mma:
+        from ..kernels import int4_mma as mma
+
+        return mma.launch_dense(normed, first, second, gate.group_size)
     if len(x) <= TILE_TOKENS:
         from ..kernels import int4_tiles as tiles
 

@@ -74,24 +74,26 @@ def test_requests_get_the_tokens_of_single_generate(model_type, graphs):
         assert (result.error, result.tokens) == (None, alone(model, prompt, **option))
 
 
+def regret(exact, prompt, tokens):
+    """How far the tokens are from those that the exact model finds likeliest, in logits, on average."""
+    ids = torch.tensor([prompt + tokens], device="cuda")
+    with torch.no_grad():
+        logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+    return float((logits.amax(-1) - chosen).mean())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_on_v2_lites_shape(dtype):
-    """Rounding depends on the number of rows, so tokens are compared where the best one wins clearly."""
-    model = fresh("deepseek_v2", dtype, overrides=LITE)
-    asked = prompts(20, 300, seed=2, vocabulary=1024)
+    """Rounding depends on the number of rows, so tokens may differ from those of single calls, but are no worse."""
+    exact = tiny_model("deepseek_v2", **LITE).to("cuda", dtype).float()
+    model, asked = fresh("deepseek_v2", dtype, overrides=LITE), prompts(20, 300, seed=2, vocabulary=1024)
     with Engine(model, prefill_tokens=256) as engine:
         results = engine.generate(asked, max_new_tokens=8, do_sample=False)
     assert all(result.error is None and len(result.tokens) == 8 for result in results)
-    near = 0
-    for prompt, result in zip(asked, results, strict=True):
-        ids = torch.tensor([prompt + result.tokens], device="cuda")
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-        chosen = logits.gather(1, torch.tensor(result.tokens, device="cuda")[:, None])[:, 0]
-        best, spread = logits.amax(-1), logits.std(-1)
-        assert bool((best - chosen <= 0.1 * spread).all()), (best - chosen) / spread
-        near += int((best > chosen).sum())
-    assert near <= 16  # of 160
+    ours = sum(regret(exact, prompt, r.tokens) for prompt, r in zip(asked, results, strict=True))
+    single = sum(regret(exact, prompt, alone(model, prompt, max_new_tokens=8)) for prompt in asked)
+    assert ours <= 2 * single + 0.2, (ours, single)  # a wrong token costs two to eight
 
 
 def test_fp8_pages_and_their_graphs():
