@@ -111,10 +111,18 @@ def test_everything_is_on_the_page():
     assert len(page.all("section")) == len(results)
     for name, result in results:
         assert Path(name).name in page.text and result["environment"]["commit"] in page.text
-    for words in ("Whole models: v2-lite", "Kinds of cache", "Quality of caches", "Fewer experts", "Speculative"):
+    for words in (
+        "Whole models: v2-lite",
+        "Kinds of cache",
+        "Quality of caches",
+        "Fewer experts",
+        "Speculative",
+        "Drafts for tiny",
+    ):
         assert words in page.text
     assert "Under load (closed loop): tiny, float32" in page.text and "Under load (open loop)" in page.text
-    assert page.text.count("This run was stopped") == 1
+    stopped = sum(not result.get("complete", True) for _, result in results)
+    assert page.text.count("This run was stopped") == stopped >= 1
     assert "Other results: kind not known" in page.text and "[1, 2]" in page.text
     assert "10.0 / 11.0 / 12.0" in page.text and "users, 95 % within" in page.text
     row = next(r for r in json.loads(FILES[-1].read_text())["rows"])
@@ -229,7 +237,7 @@ def test_places_on_a_picture():
 def test_a_real_browser_shows_it(tmp_path):
     file = tmp_path / "page.html"
     names = []
-    for i, (_, result) in enumerate(everything()):
+    for i, (_, result) in enumerate(reversed(everything())):  # pictures first
         names.append(str(tmp_path / f"{i}.json"))
         Path(names[-1]).write_text(json.dumps(result))
     assert cli.main(["bench", "report", *names, "--html", str(file), "--title", "All of it"]) == 0

@@ -45,6 +45,7 @@ def kind_of(result: dict[str, Any]) -> str:
         return command[2]
     first = result["rows"][0] if result["rows"] else {}
     signs = {"generate": "prompt_length", "cache": "context", "gating": "rule", "speculation": "forced", "ops": "op"}
+    signs["drafts"] = "draft"
     return next((kind for kind, sign in signs.items() if sign in first), "")
 
 
@@ -169,6 +170,16 @@ def _speculation(result: dict[str, Any]) -> Section:
     return Section(heading, remarks, drawn(chart), [table_of("By point, drafts and acceptance", rows, columns)])
 
 
+def _drafts(result: dict[str, Any]) -> Section:
+    columns: list[Column] = [
+        ("draft", text_of("draft")), ("parameters", text_of("parameters")), ("a guess ms", number_of("guess_ms")),
+        ("acceptance", number_of("acceptance")), ("accepted of 4", number_of("accepted_per_step")),
+        ("best number", text_of("best_drafts")), ("predicted", ratio_of("predicted_speed_up")), ("remarks", checked),
+    ]  # fmt: skip
+    heading = f"Drafts for {plain(result.get('target'))}"
+    return Section(heading, [], [], [table_of("By draft, best first", result["rows"], columns)])
+
+
 def _ops(result: dict[str, Any]) -> Section:
     columns: list[Column] = [
         ("op", text_of("op")), ("shape", text_of("shape")), ("us", number_of("microseconds")),
@@ -199,6 +210,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], Section]] = {
     "quality": _quality,
     "gating": _gating,
     "speculation": _speculation,
+    "drafts": _drafts,
     "stress": _stress,
     "ops": _ops,
 }
