@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from deepseek_accel import AccelError, CacheFullError, KVCache, models, optimize, restore
+from deepseek_accel import AccelError, CacheFullError, KVCache, models, optimize, report, restore
 from deepseek_accel.cache import Window
 from deepseek_accel.engine import Engine, loop
 from deepseek_accel.engine.guard import MemoryGuard, Stage
@@ -659,6 +659,19 @@ def test_models_and_options_that_are_refused():
 
 
 # --- who watches
+
+
+def test_the_report_counts_what_the_engine_ran():
+    model = fresh()
+    with Engine(model) as engine:
+        engine.generate([[3] * 200, [4, 5]], max_new_tokens=5, do_sample=False)
+    counters = report(model).counters
+    assert counters["engine: steps"] >= 4
+    assert counters["layers: fused step"] == 3 * 4  # layers, steps after the one that computed both prompts
+    assert counters["attention: expanded (prefill)"] == 3
+    assert counters["attention: absorbed"] == 3 * (4 + 1)
+    assert counters["experts: fused"] == 2 * (4 + 2)
+    assert counters["kv_cache: most pages in use"] == 13 + 1
 
 
 class Notes:
