@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from deepseek_accel import AccelError, CacheFullError, KVCache, models, optimize, restore
+from deepseek_accel import AccelError, CacheFullError, KVCache, models, optimize, report, restore
 from deepseek_accel.cache import Window
 from deepseek_accel.engine import Engine, loop
 from deepseek_accel.engine.guard import MemoryGuard, Stage
@@ -112,9 +112,11 @@ def test_a_prompt_longer_than_a_piece_is_cut_and_others_are_not_held_up():
     model = tiny()
     long, short = prompts(1, 2)[0] * 300, [5, 6, 7]
     with Engine(model, prefill_tokens=32) as engine:
-        first = engine.submit(short, max_new_tokens=60, do_sample=False)
-        next(iter(first))  # runs
+        gate = Slow()
+        first = engine.submit(short, max_new_tokens=60, logits_processor=LogitsProcessorList([gate]))
+        assert gate.reached.wait(30)  # it runs
         second = engine.submit(long, max_new_tokens=4, do_sample=False)
+        gate.go.set()
         results = first.result(30), second.result(30)
     assert results[0].tokens == alone(model, short, max_new_tokens=60)
     assert results[1].tokens == alone(model, long, max_new_tokens=4)
@@ -452,7 +454,7 @@ def test_cancelling_at_any_time():
     gate = Slow()
     with Engine(model, max_batch=1) as engine:
         running = engine.submit(
-            [3, 4], max_new_tokens=400, do_sample=False, logits_processor=LogitsProcessorList([gate])
+            [3, 4], max_new_tokens=2400, do_sample=False, logits_processor=LogitsProcessorList([gate])
         )
         assert gate.reached.wait(30)
         waiting = [engine.submit([5], max_new_tokens=3, do_sample=False) for _ in range(3)]
@@ -466,7 +468,7 @@ def test_cancelling_at_any_time():
         expect_empty(engine)
     assert result.finish_reason == "cancelled"
     assert result.error is None
-    assert 5 <= len(result.tokens) < 400
+    assert 5 <= len(result.tokens) < 2400
     assert result.tokens[:5] == tokens == alone(model, [3, 4], max_new_tokens=5)
     assert [each.finish_reason for each in others] == ["length", "cancelled", "length"]
     assert others[1].tokens == []
@@ -659,6 +661,20 @@ def test_models_and_options_that_are_refused():
 
 
 # --- who watches
+
+
+def test_the_report_counts_what_the_engine_ran():
+    model = fresh()
+    with Engine(model) as engine:
+        for prompt in ([3] * 200, [4, 5]):
+            engine.generate([prompt], max_new_tokens=5, do_sample=False)
+    counters = report(model).counters
+    assert counters["engine: steps"] in (2 * 4, 2 * 5)  # one more where tokens are read one step behind
+    assert counters["layers: fused step"] == 3 * 2 * 4  # layers; the first token comes with the prompt
+    assert counters["attention: expanded (prefill)"] == 3
+    assert counters["attention: absorbed"] == 3 * (2 * 4 + 1)
+    assert counters["experts: fused"] == 2 * (2 * 4 + 2)
+    assert counters["kv_cache: most pages in use"] == 13  # twelve of the first prompt are kept then
 
 
 class Notes:

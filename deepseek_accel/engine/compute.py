@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged import Pages
+from ..generation.counting import EXPANDED, count_layers, reads_pages
 from ..generation.graphs import GraphRun, NoRoom, StepGraphs
 from ..generation.join_graphs import GRAPH_TOKENS, joins
 from ..generation.prefill import ACTIVATION_BYTES, run_pieces
@@ -109,6 +110,9 @@ class Compute:
         self._graphs = graphs if uses_triton(self.device) else None
         self._leased = False
         # one row more than there are: it takes rows that are all there is to come in their own order
+        self._steps: Counter[tuple[str, str]] = Counter()
+        """Runs since the last `tell_counters`, by what they were and how they attended."""
+        self._absorbed = reads_pages(stepper.model)
         self._ragged = _Ragged(stepper, rows, torch.zeros(len(rows.rows) + 1, dtype=torch.int64))
         self._built: set[Any] = set()
         self._runs: dict[int, _StepRun] = {}
@@ -136,6 +140,14 @@ class Compute:
 
     # What runs
 
+    def tell_counters(self) -> None:
+        """Add what has run to the model's counters. Going over all layers takes a while: not in every step."""
+        for (step, attention), times in self._steps.items():
+            count_layers(self.counters, self.stepper.model, times, step, attention)
+        self._steps.clear()
+        name = "kv_cache: most pages in use"
+        self.counters[name] = max(self.counters[name], self.rows.most_in_use)
+
     def together(self, remaining: Sequence[int]) -> int:
         """How many of the next pieces, of so many tokens each, run as one; 0: the first one runs alone."""
         found = 0
@@ -148,6 +160,7 @@ class Compute:
 
     def pieces(self, rows: list[int], starts: list[int], tokens: list[list[int]]) -> Tensor:
         """Add short pieces to rows that hold `starts` tokens: the last token's logits [R, vocabulary]."""
+        self._steps["layers: fused prefill", self._absorbed] += 1
         size = max(map(len, tokens))
         if self._graphs is not None:
             size = short_size(size) or size
@@ -156,6 +169,7 @@ class Compute:
 
     def piece(self, row: int, start: int, tokens: list[int]) -> Tensor:
         """Add a long piece to a row that holds `start` tokens: the last token's logits [1, vocabulary]."""
+        self._steps["layers: fused prefill", EXPANDED] += 1
         pool, stop = OneRow(self.rows, row), start + len(tokens)
         held: list[Any] = [
             Pages(pool, self.rows.storages[i], stop, each, None)  # type: ignore[arg-type]
@@ -175,6 +189,7 @@ class Compute:
     def step(self, rows: list[int], lengths: list[int], tokens: Tensor) -> Tensor:
         """One more token of each row: its logits [R, vocabulary], to be read before the next call. tokens [R], on the
         device."""
+        self._steps["layers: fused step", self._absorbed] += 1
         graphs = self._graphs
         bucket = graphs.bucket(len(rows)) if graphs is not None and self._leased else None
         if graphs is not None and bucket is not None:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 GPU_BATCH = 128
 CPU_BATCH = 32
+COUNTED_STEPS = 64
+"""After so many steps, and when nothing runs, the report knows of them."""
 
 
 class Core:
@@ -110,6 +112,8 @@ class Core:
         if self.steps.out_of_memory > failed:
             self._guarded.out_of_memory(running)
         self.num_steps += 1
+        if not self.steps.busy or self.num_steps % COUNTED_STEPS == 0:
+            self.steps.compute.tell_counters()
         self.applied.counters["engine: steps"] += 1
         facts = StepFacts(
             perf_counter() - begin, decoded, computed, len(scheduler.waiting), len(scheduler.running),

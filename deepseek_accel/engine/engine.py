@@ -62,7 +62,6 @@ class Engine:
             max_batch = on_gpu if model.device.type == "cuda" else CPU_BATCH
         self.model, self.tokenizer, self.max_waiting = model, tokenizer, max_waiting
         self._options = Options(model, tokenizer)
-        self._texts: Any = None if tokenizer is None else TokenizerRing(tokenizer)
         self._wake = threading.Event()
         self._mutex = threading.Lock()
         self._room = threading.Condition(self._mutex)
@@ -73,6 +72,7 @@ class Engine:
         self._core = Core(
             model, applied, max_batch, most, prefill_tokens, reuse_prefix, Watch(observer), guard, changed
         )
+        self._texts: Any = None if tokenizer is None else TokenizerRing(tokenizer)
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self._core), self._wake), name="deepseek_accel-engine", daemon=True
         )

@@ -22,7 +22,10 @@ from ..cache.prefix import KeptPages, chain
 from ..generation.upload import upload
 
 FIRST_PAGES = 64
-"""So many pages are made at first, or `max_pages`."""
+"""So many pages are made at first, or `max_pages`. On a GPU more, since memory that pages grew out of is of little use
+to others: `FIRST_TOKENS` for every row, in no more than one part in `FIRST_SHARE` of the memory that is free."""
+FIRST_TOKENS = 1024
+FIRST_SHARE = 20
 GROWTH = 1.5
 EVICT_AT_ONCE = 32
 """Kept pages that go together when pages are needed: looking for them takes as long as there are kept ones."""
@@ -50,13 +53,26 @@ class Rows:
         self.rows: list[list[int]] = [[] for _ in range(num_rows)]
         self.version = 0
         """Changes with every change of `rows`."""
+        self.most_in_use = 0
+        """Pages, at any one time."""
         self.evicted = 0
         """Kept pages that had to go."""
         self._memory_end: int | None = None
         self._root = b""
         self._table: tuple[int, torch.Tensor] = (-1, torch.empty(0, 0, dtype=torch.int32))
-        first = FIRST_PAGES if max_pages is None else min(FIRST_PAGES, max_pages)
-        self.storages = {i: self._make(first, each) for i, each in enumerate(self.entries)}
+        self.storages = {i: self._make(self._first_pages(), each) for i, each in enumerate(self.entries)}
+
+    def _first_pages(self) -> int:
+        pages = FIRST_PAGES
+        if self.device.type == "cuda":
+            share = torch.cuda.mem_get_info(self.device)[0] // FIRST_SHARE // self.page_bytes
+            pages = max(pages, min(share, len(self.rows) * self.pages_for(FIRST_TOKENS)))
+        return pages if self.max_pages is None else min(pages, self.max_pages)
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in all layers."""
+        return sum(each.row_bytes for each in self.entries) * self.page_size
 
     def _make(self, pages: int, entries: Entries) -> torch.Tensor:
         # finite from the first on: on a CPU what is hidden is multiplied by 0, and 0 * NaN is not 0
@@ -136,6 +152,7 @@ class Rows:
                 storage[new] = 0
         held += new
         self.version += 1
+        self.most_in_use = max(self.most_in_use, self.allocator.in_use)
 
     def make_room(self, count: int) -> None:
         """See to it that `count` more pages may be taken. Raises OutOfPages."""
@@ -220,14 +237,3 @@ class Rows:
         gone = self.kept.evict_to(0 if count is None else max(0, len(self.kept) - count))
         self.evicted += gone
         return gone
-
-    def shrink(self) -> None:
-        """Give memory back: no page is held."""
-        self.kept.clear()
-        assert self.allocator.in_use == 0
-        self.allocator = PageAllocator(self.max_pages)
-        self.kept = KeptPages(self.allocator)
-        first = FIRST_PAGES if self.max_pages is None else min(FIRST_PAGES, self.max_pages)
-        self.storages.clear()
-        self.storages.update((i, self._make(first, each)) for i, each in enumerate(self.entries))
-        self.version += 1

@@ -18,9 +18,10 @@ from ..families.base import Family
 from ..ops.choice import prebuild, why_not_triton
 from ..versions import cache_argument
 from ..watch import count
+from .counting import EXPANDED, count_layers, reads_pages
 from .graphs import StepGraphs
 from .join_graphs import GRAPH_TOKENS, joins
-from .lines import LENGTH_DEPENDENT_ROPE, Mixture, Model, Watched, is_packed, read_model
+from .lines import LENGTH_DEPENDENT_ROPE, Model, Watched, read_model
 from .loop_steps import Board, EagerSteps, GraphSteps, side_by_side
 from .prefill import entry_sizes, even_slices, prefill
 from .prompt_graphs import size_class
@@ -400,7 +401,7 @@ class _Sampling:
         expands = not (self._joins(cache, input_ids) or self._follows(cache, input_ids))
         self._build_prefill(input_ids, cache, starts, positions)
         logits = self._run_prefill(input_ids, cache, starts, positions)
-        self._count(1, "layers: fused prefill", "attention: expanded (prefill)" if expands else self._absorbed)
+        self._count(1, "layers: fused prefill", EXPANDED if expands else self._absorbed)
         return logits
 
     def _build_prefill(
@@ -582,20 +583,7 @@ class _Sampling:
     @property
     def _absorbed(self) -> str:
         """What counts attention that reads the pages."""
-        return "attention: absorbed" if self.loop.family.attention == "mla" else "attention: paged"
+        return reads_pages(self.stepper.model)
 
     def _count(self, times: int, step: str, attention: str) -> None:
-        """What the layers of `times` steps ran, under the names that single layers count."""
-        layers = self.stepper.model.layers
-        mixtures = sum(isinstance(layer.mlp, Mixture) for layer in layers)
-        counted = {step: len(layers), attention: len(layers), "experts: fused router": mixtures}
-        drops = sum(isinstance(layer.mlp, Mixture) and layer.mlp.drop is not None for layer in layers)
-        packed = sum(is_packed(layer) for layer in layers)
-        counted |= {
-            "experts: fused": mixtures,
-            "adaptive_topk: routers": drops,
-            "mixed_precision: packed layers": packed,
-        }
-        for what, each in counted.items():
-            if times * each:
-                self.loop.counters[what] += times * each
+        count_layers(self.loop.counters, self.stepper.model, times, step, attention)

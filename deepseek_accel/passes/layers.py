@@ -146,12 +146,12 @@ def entry_sizes(attention: Any, family: Family) -> tuple[int, int, int]:
 
 
 class _Generate(partial):  # type: ignore[type-arg]
-    """Our `generate` of a model, with the signature that callers and libraries look at."""
+    """Our `generate` or `generate_batch` of a model, with the signature that callers and libraries look at."""
 
     @property
     def __signature__(self) -> inspect.Signature:
         model, _ = self.args
-        return inspect.signature(partial(type(model).generate, model))
+        return inspect.signature(partial(getattr(type(model), self.func.__name__), model))
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class FusedLayers(Pass):
         loop = Loop(family, context.counters)
         yield Edit(model, "generate", partial(_Generate, generate, model, loop), "generate")
         if hasattr(model, "generate_batch"):
-            yield Edit(model, "generate_batch", partial(partial, generate_batch, model, loop), "generate")
+            yield Edit(model, "generate_batch", partial(_Generate, generate_batch, model, loop), "generate")
 
 
 PASS = FusedLayers
