@@ -232,10 +232,11 @@ class PointRun:
         return answers
 
     def _warm_up(self, engine: Any, watch: Watch) -> None:
-        """Kernels, and graphs of every number of rows: as many requests at once, which end one after the other."""
+        """Kernels, and graphs of every number of rows: as many requests at once, which end one after the other, and not
+        before all of them decode: the engine may take up one prompt a step."""
         count = self.row.users or min(self.row.requests, WARM_OPEN.get(self.subject.model.device.type, 8))
         asks = self.options.mix.asks(count, self.seed + 1)
-        short = [Ask(a.prompt_tokens, min(a.new_tokens, 3 + i % 13)) for i, a in enumerate(asks)]
+        short = [Ask(a.prompt_tokens, min(a.new_tokens, count + 3 + i % 13)) for i, a in enumerate(asks)]
         closed_loop(engine, watch, jobs_of(self.subject, short, self.seed + 5_000), count)
 
     def _check_sample(self, answers: Sequence[Answer]) -> None:
