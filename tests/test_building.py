@@ -170,3 +170,17 @@ def test_the_bar_keeps_quiet(monkeypatch):
         assert shown(monkeypatch, Terminal()) == ""
     finally:
         logging.enable_progress_bar()
+
+
+def test_dependent_launch_only_with_calls_that_compile():
+    """Triton 3.4 has the calls, but its compiler passes them what they do not take; 3.5 and later mended it."""
+
+    def of_34(_builder=None):
+        pass
+
+    def of_35(_semantic=None):
+        pass
+
+    assert launching.can_compile(of_35) and not launching.can_compile(of_34) and not launching.can_compile(None)
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    assert (launching.gdc_wait is not None) == (launching.gdc_launch_dependents is not None) == (version >= (3, 5))

@@ -12,6 +12,8 @@ anything that the step computes, and before it writes anything, it must call `wa
 
 import contextlib
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +24,16 @@ from . import building
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # Triton before 3.4 has no such calls; `uses_pdl` is False there, so that none is compiled
+except ImportError:  # Triton before 3.4 has no such calls; `uses_pdl` is then False, so that none is compiled
+    gdc_launch_dependents = gdc_wait = None
+
+
+def can_compile(call: Callable[..., Any] | None) -> bool:
+    """Whether kernels can hold this call of Triton's. Those of 3.4 take what its compiler no longer gives."""
+    return call is not None and "_semantic" in inspect.signature(call).parameters
+
+
+if not can_compile(gdc_wait):
     gdc_launch_dependents = gdc_wait = None
 
 _compiled: dict[Any, Any] = {}
