@@ -117,3 +117,39 @@ def test_kernel_compiles(case, tmp_path):
     )
     assert compiled.metadata.shared <= SHARED_BYTES[capability]
     assert spill_bytes(compiled.asm["cubin"], tmp_path / "kernel.cubin") <= limit
+
+
+def lanes_of_mma(kernel, signature, constexprs, options, capability, num_warps):
+    """The layouts that Triton gave to what goes through assembly, each with the numbers of the tensors that have it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs, options["attrs"]),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "num_stages": 3},
+    )
+    text = compiled.asm["ttgir"]
+    assert text.count("mma.sync") and compiled.asm["ptx"].count("mma.sync.aligned.m16n8k16")
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    lines = [line for line in text.splitlines() if "elementwise_inline_asm" in line]
+    found = {tensor for line in lines for tensor in re.findall(r"tensor<(\d+)x\w+, (#\w+)>", line)}
+    assert found
+    return {(int(count), layouts[name]) for count, name in found}
+
+
+@pytest.mark.parametrize("name, capability", [("gate_up-1", 80), ("down-1", 100), ("dense-2", 90)])
+def test_a_number_of_a_tensor_is_in_the_lane_that_mma_expects(name, capability):
+    """`int4_mma` relies on it: number i is in lane i % 32 of warp i // 32, in each tensor that assembly takes or gives.
+    Nothing in Triton's language says so; if a version lays them out otherwise, products are silently wrong."""
+    cases = {(case[0], case[1]): case[2:] for case in discovered_cases()}
+    case = cases[f"int4_mma_{name} sm_{capability}", capability]
+    warps = case[3]["num_warps"]
+
+    def plain(count, layout, warps):
+        expected = ("sizePerThread = [1]", "threadsPerWarp = [32]", f"warpsPerCTA = [{warps}]", "order = [0]")
+        return count == 32 * warps and layout.startswith("#ttg.blocked") and all(part in layout for part in expected)
+
+    assert all(plain(*lane, warps) for lane in lanes_of_mma(*case, capability, warps))
+    other = lanes_of_mma(*case, capability, warps // 2)  # a program that is too small: the check must see it
+    assert not any(plain(*lane, warps // 2) for lane in other)
