@@ -161,6 +161,14 @@ def test_an_error_stays_with_its_text(tokenizer):
     assert ring.facts()["failed_texts"] == 2 + isinstance(tokenizer, Odd)
 
 
+def test_parts_of_a_text_never_become_those_of_another():
+    got, options = [], {"truncation": True, "max_length": 4, "return_overflowing_tokens": True}
+    with TokenizerRing(bundled()) as ring:
+        ring.encode(["def main(): return 1 + 2 + 3 + 4", "import os"], got.append, **options)
+    (long, short), ids = got[0], bundled()("import os")["input_ids"]
+    assert isinstance(long, ValueError) and "several lists" in str(long) and short.ids == ids
+
+
 def test_a_callback_that_raises_stops_nobody(caplog):
     got, texts = [], []
 

@@ -341,6 +341,8 @@ def _tokenise(tokenizer: Any, texts: list[str], options: dict[str, Any]) -> list
     options = {"return_attention_mask": False} | options
     try:
         found: list[Any] = list(tokenizer(good, **options)["input_ids"]) if good else []
+        if len(found) != len(good):
+            raise ValueError("the tokenizer's options made several lists of ids of one text; a ring takes one of each")
     except Exception as error:
         # one of them spoils the call: each by itself says which
         found = [error] if len(good) == 1 else [_tokenise(tokenizer, [text], options)[0] for text in good]
