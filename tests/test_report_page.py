@@ -194,6 +194,8 @@ def test_files_that_are_no_results(tmp_path, capsys):
     out = str(tmp_path / "out.html")
     assert cli.main(["bench", "report", str(file), "--html", out]) == 2
     assert "x.json' cannot be shown" in capsys.readouterr().err and not Path(out).exists()
+    file.write_text('{"environment": {}, "bench": "generate", "rows": [{"itl_ms": Infinity}]}')
+    assert cli.main(["bench", "report", str(file), "--html", out]) == 2
     assert cli.main(["bench", "report", str(FILES[0]), "--html", str(tmp_path / "no" / "x.html")]) == 2
 
 

@@ -38,7 +38,7 @@ def page(results: Sequence[tuple[str, dict[str, Any]]], title: str) -> str:
     for i, (name, result) in enumerate(results):
         try:
             found = section(result)
-        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError) as error:
             raise AccelError(f"{name!r} cannot be shown: {type(error).__name__}: {error}") from error
         bodies.append(_section(f"r{i}", Path(name).name, result, found))
         entries.append(f'<li><a href="#r{i}">{escape(found.heading)}</a></li>')
