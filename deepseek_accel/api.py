@@ -94,7 +94,10 @@ def optimize(model: Model, config: Config = None) -> Model:
     if (state := _state(inner)) is not None:
         _check_same(state, options)
         return model
-    intended = plan(inner, options)
+    intended = plan(inner, options)  # what is wrong is said before anything is measured
+    prepared = tuple(p.prepared(inner) for p in options.passes)
+    if any(new is not p for new, p in zip(prepared, options.passes, strict=True)):
+        intended = plan(inner, OptimizeConfig(prepared, options.allow_skips))
     journal = Journal()
     state = Optimized(options, journal, intended.rows(), intended.context.counters, _parameter_bytes(inner))
     try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepseek_accel import AccelError, MixedPrecision, OptimizeConfig, cli, optimize, report
-from deepseek_accel.bench import accuracy, generate, greedy, measure, op_cases, ops, shapes, soak, tables
+from deepseek_accel.bench import accuracy, generate, greedy, int4_cases, measure, op_cases, ops, shapes, soak, tables
 from deepseek_accel.bench.accuracy import Sample, compare
 from deepseek_accel.bench.shapes import Point, Subject
 from deepseek_accel.generation import reach, step
@@ -418,7 +418,7 @@ def test_ops_are_checked_and_timed(capsys, tmp_path):
     path = tmp_path / "ops.json"
     assert cli.main(["bench", "ops", "--device", "cpu", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert {row["op"] for row in rows} == set(op_cases.OPS)
+    assert {row["op"] for row in rows} == set(ops.OPS)
     for row in rows:
         assert row["status"] == "ok", row
         assert row["microseconds"] > 0 and row["gigabytes_per_second"] > 0 and row["reference_ratio"] > 0
@@ -454,6 +454,7 @@ def test_an_unknown_op_is_named(capsys):
 
 def test_gpu_shapes_cover_every_op():
     assert {shape.op for shape in op_cases.gpu_shapes()} == set(op_cases.OPS)
+    assert {shape.op for shape in int4_cases.gpu_shapes()} == set(int4_cases.OPS)
 
 
 def test_the_copy_speed_is_plausible():

@@ -276,6 +276,21 @@ def test_prefixes_are_computed_once():
     assert all(result.num_cached_tokens == 0 for result in plain)
 
 
+def test_the_same_prompt_many_times_at_once_is_computed_once():
+    model, shared, gate = tiny(), prompts(1, 2, seed=20)[0] * 100, Slow()
+    with Engine(model, prefill_tokens=32) as engine:
+        first = engine.submit([3], max_new_tokens=20, logits_processor=LogitsProcessorList([gate]))
+        assert gate.reached.wait(30)
+        requests = [engine.submit(shared, max_new_tokens=4, do_sample=False) for _ in range(5)]
+        requests.append(engine.submit(shared[:50] + [9] * 30, max_new_tokens=4, do_sample=False))
+        gate.go.set()
+        results = [each.result(30) for each in requests]
+        assert first.result(30).error is None
+    assert [result.num_cached_tokens for result in results] == [0, 96, 96, 96, 96, 48]
+    assert [r.tokens for r in results[:5]] == [alone(model, shared, max_new_tokens=4)] * 5
+    assert results[5].tokens == alone(model, shared[:50] + [9] * 30, max_new_tokens=4)
+
+
 def test_pages_of_other_weights_are_not_used():
     model, prompt = fresh(), [7] * 60
     with Engine(model) as engine:

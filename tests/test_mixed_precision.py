@@ -183,7 +183,7 @@ def test_awq_needs_a_calibration():
     with pytest.raises(PlanError, match="takes no calibration"):
         optimize(model, [rtn(calibration=Calibration(32))])
     with pytest.raises(PlanError, match="what `calibrate_awq` returns"):
-        optimize(model, [MixedPrecision(calibration=["text"])])
+        optimize(model, [MixedPrecision(calibration=7)])
     with pytest.raises(PlanError, match="groups of 32, not 128"):
         optimize(model, [MixedPrecision(calibration=Calibration(32))])
 

@@ -13,7 +13,9 @@ from deepseek_accel import (
     PlanError,
     calibrate_awq,
     calibrate_gates,
+    models,
     optimize,
+    plan,
     report,
     restore,
 )
@@ -26,6 +28,10 @@ DATA = [torch.randint(2, 128, (1, 96), generator=torch.Generator().manual_seed(i
 
 def rtn(**options):
     return MixedPrecision(**{"method": "rtn", "group_size": 32, **options})
+
+
+def with_rest(*passes):
+    return OptimizeConfig((*passes, *OptimizeConfig.lossless().passes), allow_skips=True)
 
 
 def outliers(model_type):
@@ -137,3 +143,57 @@ def test_what_scales_replace_is_dropped_too():
     optimize(model, [mixed])
     gc.collect()
     assert old() is None
+
+
+def test_calibrated_when_the_model_is_optimized():
+    model, data = tiny_model("deepseek_v3"), DATA
+    before = picture(model)
+    made = MixedPrecision(group_size=32, calibration=calibrate_awq(model, data, group_size=32))
+    optimize(model, with_rest(made))
+    expected = logits(model)
+    restore(model)
+    given = MixedPrecision(group_size=32, calibration=data)
+    intended = plan(model, with_rest(given))
+    assert f"calibrated first, on {len(data)} samples" in str(intended)
+    assert picture(model) == before  # a plan measures nothing, and writes nothing
+    assert torch.equal(logits(optimize(model, with_rest(given))), expected)
+    again = MixedPrecision(group_size=32, calibration=[tokens.clone() for tokens in data])
+    assert optimize(model, with_rest(again)) is model  # the same config
+    with pytest.raises(PlanError, match="another config"):
+        optimize(model, with_rest(MixedPrecision(group_size=32, calibration=data[:1])))
+    restore(model)
+    assert picture(model) == before
+    assert OptimizeConfig.from_dict(OptimizeConfig((given,)).to_dict()).passes == (given,)
+
+
+def test_what_it_is_calibrated_on_is_checked_first():
+    model = tiny_model("deepseek_v3")
+    before = picture(model)
+    for bad, message in (
+        ({"calibration": ["some text"]}, "tokenizer is not to be found"),
+        ({"calibration": [torch.zeros(3, 4)]}, "must be a text or a tensor"),
+        ({"calibration": []}, "list of texts"),
+        ({"calibration": DATA, "targets": ("lm_head",)}, "nothing that is calibrated"),
+        ({"calibration": DATA, "method": "rtn"}, "takes no calibration"),
+    ):
+        for act in (plan, optimize):
+            with pytest.raises(PlanError, match=message):
+                act(model, with_rest(MixedPrecision(**{"group_size": 32} | bad)))
+    model.train()
+    with pytest.raises(PlanError, match="training mode"):
+        optimize(model, with_rest(MixedPrecision(group_size=32, calibration=DATA)))
+    assert picture(model.eval()) == before
+
+
+def test_texts_are_read_by_the_checkpoints_tokenizer():
+    model, tokenizer = models.load_tiny(dtype=torch.float32)
+    texts = ["def area(width, height):\n    return width * height\n", "for name in names:\n    print(name)\n"]
+    tokens = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    optimize(model, with_rest(MixedPrecision(calibration=texts, targets=("mlp",))))
+    with torch.no_grad():
+        ours = model(tokens[0]).logits
+    restore(model)
+    made = calibrate_awq(model, tokens, targets=("mlp",))
+    optimize(model, with_rest(MixedPrecision(calibration=made, targets=("mlp",))))
+    with torch.no_grad():
+        assert torch.equal(model(tokens[0]).logits, ours)

@@ -58,7 +58,7 @@ def num_sets(device: torch.device, bytes_per_set: float) -> int:
     return int(min(MAX_SETS, max(2, -(-4 * l2_bytes(device) // max(1, int(bytes_per_set))))))
 
 
-def _randn(device: torch.device, dtype: torch.dtype, *shape: int, std: float = 1.0) -> torch.Tensor:
+def randn(device: torch.device, dtype: torch.dtype, *shape: int, std: float = 1.0) -> torch.Tensor:
     return torch.empty(shape, device=device, dtype=dtype).normal_(0.0, std)
 
 
@@ -67,7 +67,7 @@ def _pages(device: torch.device, dtype: torch.dtype, sets: int, batch: int, leng
     per_row = -(-length // PAGE_SIZE)
     order = torch.randperm(sets * batch * per_row, device=device).view(sets, batch, per_row).to(torch.int32)
     return {
-        "storage": _randn(device, dtype, order.numel(), PAGE_SIZE, width),
+        "storage": randn(device, dtype, order.numel(), PAGE_SIZE, width),
         "tables": order,
         "lengths": torch.full((batch,), length, dtype=torch.int32, device=device),
     }
@@ -122,8 +122,7 @@ def latent_case(
     entry_bytes = fp8_entries.latent_bytes(rank, rope, dtype) if fp8 else width * dtype.itemsize
     sets = num_sets(device, batch * length * entry_bytes)
     queries = [
-        (_randn(device, dtype, batch, 1, heads, rank), _randn(device, dtype, batch, 1, heads, rope))
-        for _ in range(sets)
+        (randn(device, dtype, batch, 1, heads, rank), randn(device, dtype, batch, 1, heads, rope)) for _ in range(sets)
     ]
     flops = 2.0 * batch * heads * length * (width + rank)
     pages = _pages(device, dtype, sets, batch, length, width)
@@ -141,7 +140,7 @@ def gqa_case(device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads: 
     dim = 128
     width = 2 * kv_heads * dim
     sets = num_sets(device, batch * length * width * dtype.itemsize)
-    queries = [(_randn(device, dtype, batch, 1, heads, dim),) for _ in range(sets)]
+    queries = [(randn(device, dtype, batch, 1, heads, dim),) for _ in range(sets)]
     flops = 4.0 * batch * heads * length * dim
     pages = _pages(device, dtype, sets, batch, length, width)
     sizes = (kv_heads, dim)
@@ -150,7 +149,7 @@ def gqa_case(device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads: 
     )
 
 
-def _choices(device: torch.device, sets: int, tokens: int, experts: int, top_k: int) -> list[torch.Tensor]:
+def choices(device: torch.device, sets: int, tokens: int, experts: int, top_k: int) -> list[torch.Tensor]:
     """Expert ids [tokens, top_k] of every set. For one token, sets that follow each other share no expert."""
     if tokens == 1:
         order = torch.randperm(experts, device=device)
@@ -162,14 +161,14 @@ def _choices(device: torch.device, sets: int, tokens: int, experts: int, top_k: 
 def experts_case(
     device: torch.device, dtype: torch.dtype, *, tokens: int, experts: int, top_k: int, size: int, intermediate: int
 ) -> Case:
-    gate_up = _randn(device, dtype, experts, 2 * intermediate, size, std=size**-0.5)
-    down = _randn(device, dtype, experts, size, intermediate, std=intermediate**-0.5)
+    gate_up = randn(device, dtype, experts, 2 * intermediate, size, std=size**-0.5)
+    down = randn(device, dtype, experts, size, intermediate, std=intermediate**-0.5)
     expert_bytes = 3 * size * intermediate * dtype.itemsize
     sets = min(16, num_sets(device, min(tokens * top_k, experts) * expert_bytes)) if tokens > 1 else experts // top_k
-    choices = _choices(device, sets, tokens, experts, top_k)
+    chosen_by_set = choices(device, sets, tokens, experts, top_k)
     inputs = [
-        (_randn(device, dtype, tokens, size), chosen, torch.rand(tokens, top_k, device=device).softmax(-1))
-        for chosen in choices
+        (randn(device, dtype, tokens, size), chosen, torch.rand(tokens, top_k, device=device).softmax(-1))
+        for chosen in chosen_by_set
     ]
 
     def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -182,7 +181,7 @@ def experts_case(
             exact[rows] += fused_experts_reference(hidden[rows].double(), only, weights[rows].double(), *wide)
         yield fused_experts(hidden, chosen, weights, gate_up, down), exact
 
-    hit = sum(len(chosen.unique()) for chosen in choices) / sets
+    hit = sum(len(chosen.unique()) for chosen in chosen_by_set) / sets
     return Case(
         [partial(fused_experts, *values, gate_up, down) for values in inputs],
         check,
@@ -194,8 +193,8 @@ def experts_case(
 
 def router_case(device: torch.device, dtype: torch.dtype, *, tokens: int, experts: int, rule: dict[str, Any]) -> Case:
     sets = min(32, num_sets(device, tokens * experts * 4))
-    logits = [_randn(device, torch.float32, tokens, experts) for _ in range(sets)]
-    bias = _randn(device, torch.float32, experts, std=0.05) if rule["scoring"] == "sigmoid" else None
+    logits = [randn(device, torch.float32, tokens, experts) for _ in range(sets)]
+    bias = randn(device, torch.float32, experts, std=0.05) if rule["scoring"] == "sigmoid" else None
 
     def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         weights, indices = route(logits[0], bias, **rule)
@@ -210,8 +209,8 @@ def router_case(device: torch.device, dtype: torch.dtype, *, tokens: int, expert
 
 def rms_norm_case(device: torch.device, dtype: torch.dtype, *, tokens: int, size: int) -> Case:
     num_bytes = 2 * tokens * size * dtype.itemsize
-    inputs = [_randn(device, dtype, tokens, size) for _ in range(num_sets(device, num_bytes))]
-    weight = 1 + _randn(device, dtype, size, std=0.1)
+    inputs = [randn(device, dtype, tokens, size) for _ in range(num_sets(device, num_bytes))]
+    weight = 1 + randn(device, dtype, size, std=0.1)
 
     def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         wide = inputs[0].double()
@@ -228,9 +227,9 @@ def project_case(
     """Layers that share an input, after a norm; without a norm one layer and the residual."""
     weight_bytes = sum(counts) * size * dtype.itemsize
     sets = num_sets(device, weight_bytes)
-    x, residual = _randn(device, dtype, tokens, size), None if normed else _randn(device, dtype, tokens, *counts)
-    weights = [tuple(_randn(device, dtype, count, size, std=size**-0.5) for count in counts) for _ in range(sets)]
-    norm = (1 + _randn(device, dtype, size, std=0.1), 1e-6) if normed else None
+    x, residual = randn(device, dtype, tokens, size), None if normed else randn(device, dtype, tokens, *counts)
+    weights = [tuple(randn(device, dtype, count, size, std=size**-0.5) for count in counts) for _ in range(sets)]
+    norm = (1 + randn(device, dtype, size, std=0.1), 1e-6) if normed else None
 
     def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         wide = tuple(weight.double() for weight in weights[0])
@@ -248,9 +247,9 @@ def project_case(
 
 def gated_project_case(device: torch.device, dtype: torch.dtype, *, tokens: int, size: int, intermediate: int) -> Case:
     weight_bytes = 2 * intermediate * size * dtype.itemsize
-    x, norm_weight = _randn(device, dtype, tokens, size), 1 + _randn(device, dtype, size, std=0.1)
+    x, norm_weight = randn(device, dtype, tokens, size), 1 + randn(device, dtype, size, std=0.1)
     weights = [
-        [_randn(device, dtype, intermediate, size, std=size**-0.5) for _ in range(2)]
+        [randn(device, dtype, intermediate, size, std=size**-0.5) for _ in range(2)]
         for _ in range(num_sets(device, weight_bytes))
     ]
 
@@ -269,9 +268,9 @@ def norm_route_case(
     device: torch.device, dtype: torch.dtype, *, tokens: int, experts: int, size: int, rule: dict[str, Any]
 ) -> Case:
     weight_bytes = experts * size * dtype.itemsize
-    x, norm_weight = _randn(device, dtype, tokens, size), 1 + _randn(device, dtype, size, std=0.1)
-    gates = [_randn(device, dtype, experts, size, std=size**-0.5) for _ in range(num_sets(device, weight_bytes))]
-    bias = _randn(device, torch.float32, experts, std=0.05) if rule["scoring"] == "sigmoid" else None
+    x, norm_weight = randn(device, dtype, tokens, size), 1 + randn(device, dtype, size, std=0.1)
+    gates = [randn(device, dtype, experts, size, std=size**-0.5) for _ in range(num_sets(device, weight_bytes))]
+    bias = randn(device, torch.float32, experts, std=0.05) if rule["scoring"] == "sigmoid" else None
     counters = make_counters(device)
 
     def check() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -11,11 +11,14 @@ import torch
 
 from ..errors import AccelError
 from ..testing import relative_error
+from . import int4_cases, op_cases
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .generate import ERROR, OK, WRONG, release
 from .measure import call_seconds, copy_bandwidth, median_seconds
-from .op_cases import OPS, Case, Shape, cpu_shapes, gpu_shapes
+from .op_cases import Case, Shape
 from .record import Keep, forget
+
+OPS = (*op_cases.OPS, *int4_cases.OPS)
 
 # |out - exact| / |exact| over the whole result. A chain of two rounded products stays below one unit in the last place
 # of bf16 (2^-7); fp32 sums of ten thousand terms stay below 1e-5. Expert ids come as float64 and must be equal.
@@ -55,6 +58,13 @@ def check(case: Case) -> tuple[float, str | None]:
         if not (peak := relative_error(actual, exact)) <= 4 * allowed:
             return error, f"one element is off by {peak:.2g} of the largest"
     return worst, None
+
+
+def shapes_for(device: torch.device) -> list[Shape]:
+    """All shapes that are measured on such a device, by op."""
+    if device.type == "cuda":
+        return op_cases.gpu_shapes() + int4_cases.gpu_shapes()
+    return op_cases.cpu_shapes() + int4_cases.cpu_shapes()
 
 
 def measure(shape: Shape, device: torch.device, dtype: torch.dtype) -> OpRow:
@@ -105,7 +115,7 @@ def run(
         raise AccelError(f"no such op: {', '.join(map(repr, unknown))}. Known: {', '.join(OPS)}.")
     device = resolve_device(device_name)
     dtype = resolve_dtype(dtype_text, device)
-    shapes = [shape for shape in (gpu_shapes() if device.type == "cuda" else cpu_shapes()) if shape.op in ops]
+    shapes = [shape for shape in shapes_for(device) if shape.op in ops]
     facts = environment(device) | {"copy_bytes_per_second": copy_bandwidth(device)}
     rows: list[dict[str, Any]] = []
     result = {"environment": facts, "rows": rows}
@@ -118,5 +128,4 @@ def run(
 
 
 def num_shapes(ops: Sequence[str], device_name: str) -> int:
-    shapes = gpu_shapes() if resolve_device(device_name).type == "cuda" else cpu_shapes()
-    return sum(shape.op in ops for shape in shapes)
+    return sum(shape.op in ops for shape in shapes_for(resolve_device(device_name)))

@@ -33,7 +33,10 @@ def add_commands(benches: Any) -> None:
     command.set_defaults(run=bench_host)
     command = benches.add_parser("ops", help="single ops against their references")
     command.add_argument(
-        "--op", metavar="OP,...", help="latent_attention, gqa, experts, router, rms_norm (default: all)"
+        "--op",
+        metavar="OP,...",
+        help="any of latent_attention, gqa, experts, router, norm_route, project, gated_project, rms_norm, "
+        "int4_experts, int4_linear (default: all)",
     )
     place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
@@ -155,9 +158,9 @@ def _percentages(text: str) -> tuple[int, ...]:
 
 
 def bench_ops(arguments: argparse.Namespace) -> int:
-    from ..bench import generate, op_cases, ops, tables
+    from ..bench import generate, ops, tables
 
-    chosen = arguments.op.split(",") if arguments.op else op_cases.OPS
+    chosen = arguments.op.split(",") if arguments.op else ops.OPS
     with tables.progress(ops.num_shapes(chosen, arguments.device)) as step:
         result = ops.run(chosen, arguments.device, arguments.dtype, step, record(arguments, tables.ops_table))
     result["command"] = arguments.command_line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -41,6 +42,8 @@ class Sequence:
     """What its own processors raised, once they have. The tokens before are still handed out."""
     reason: FinishReason | None = None
     """Once it is over."""
+    keys: tuple[Any, list[bytes]] | None = None
+    """Of its full pages, and what they were made of."""
     out_of_memory: int = 0
     """How many steps in a row there was not even memory for it alone."""
 
@@ -148,8 +151,10 @@ class Scheduler:
         rows, row, tokens = self.pages, self._free[-1], sequence.tokens
         found = 0
         if rows.keeps:
-            keys = rows.keys(tokens)[: (len(tokens) - 1) // rows.page_size]  # at least one token is computed
+            keys = self._keys(sequence)
             found = rows.count_kept(keys)
+            if found < len(keys) and keys[found] in self._computing():
+                return False  # what somebody is computing now need not be computed twice
             rows.take_kept(row, keys[:found])
         try:
             rows.make_room(rows.pages_for(len(tokens)) - found + len(self.running))
@@ -159,6 +164,18 @@ class Scheduler:
             return False
         sequence.length = found * rows.page_size
         return True
+
+    def _keys(self, sequence: Sequence) -> list[bytes]:
+        """Of the full pages before its last token, which is always computed."""
+        rows, tokens = self.pages, sequence.tokens
+        known = (rows.root, len(tokens))
+        if sequence.keys is None or sequence.keys[0] != known:
+            sequence.keys = (known, rows.keys(tokens)[: (len(tokens) - 1) // rows.page_size])
+        return sequence.keys[1]
+
+    def _computing(self) -> set[bytes]:
+        """Keys of the prompts that are being computed; their pages are kept at the end."""
+        return {key for each in self.running if each.is_prompt for key in self._keys(each)}
 
     def _enter(self, sequence: Sequence) -> None:
         del self.waiting[sequence.request.id]

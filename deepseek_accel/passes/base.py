@@ -33,6 +33,10 @@ class Pass:
         """Whether these options change the model's numbers by more than rounding."""
         return self.effect == "lossy"
 
+    def prepared(self, model: nn.Module) -> Pass:
+        """This pass with what must be measured on the model before anything is written to it; itself if nothing."""
+        return self
+
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
         """What this pass would write to `model`. Reads, never writes."""
         raise NotImplementedError

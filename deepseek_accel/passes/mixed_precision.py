@@ -27,8 +27,10 @@ from ..ops.choice import why_not_triton
 from ..ops.int4 import DTYPES, Int4Weight, pack, round_to_nearest, why_no_group_size
 from ..ops.int4_linear import int4_linear
 from ..plan import Context, Edit, Note, Skip
+from ..quantization.blocks import TARGETS as CALIBRATED
 from ..quantization.blocks import is_named
 from ..quantization.calibration import AwqCalibration
+from ..quantization.samples import Samples
 from ..watch import count, why_foreign
 from .base import Pass
 from .experts import MOVED, experts_forward, why_not_fused
@@ -198,9 +200,10 @@ class MixedPrecision(Pass):
     bits: 4. group_size: inputs that share a scale and a zero, a multiple of 32; the last group may be short.
     method: "awq", by a calibration, or "rtn", round to nearest. targets: of "experts" (routed and shared), "mlp"
     (dense), "attention", "lm_head". skip: names of modules that stay, or regular expressions of such: matched whole,
-    against a module's name, its last parts ("down_proj", "layers.1"), and the modules around it. calibration: what
-    `calibrate_awq` gives, for "awq". originals: "host" keeps the replaced weights in host memory for `restore`, "drop"
-    frees them.
+    against a module's name, its last parts ("down_proj", "layers.1"), and the modules around it. calibration, for
+    "awq": what `calibrate_awq` gives, where it was saved, or what it is to be made on when the model is optimized:
+    texts, for the tokenizer of the model's checkpoint, or token tensors [1, T]. originals: "host" keeps the replaced
+    weights in host memory for `restore`, "drop" frees them.
     """
 
     effect: ClassVar[str] = "lossy"
@@ -216,6 +219,8 @@ class MixedPrecision(Pass):
     def __post_init__(self) -> None:
         if isinstance(self.calibration, (str, os.PathLike)):
             object.__setattr__(self, "calibration", AwqCalibration.load(self.calibration))
+        elif isinstance(self.calibration, (list, tuple)):
+            object.__setattr__(self, "calibration", Samples(self.calibration))
         if self.bits != 4:
             raise PlanError(f"bits must be 4, got {self.bits!r}")
         if reason := why_no_group_size(self.group_size):
@@ -243,6 +248,19 @@ class MixedPrecision(Pass):
         except re.error as error:
             raise PlanError(f"skip holds {error.pattern!r}, which is no regular expression: {error}") from error
 
+    def options(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if isinstance(self.calibration, Samples):
+            fields["calibration"] = list(self.calibration.items)
+        return fields
+
+    def prepared(self, model: nn.Module) -> MixedPrecision:
+        if not isinstance(self.calibration, Samples):
+            return self
+        targets = [target for target in self.targets if target in CALIBRATED]
+        made = self.calibration.calibrate(model, self.group_size, targets)
+        return dataclasses.replace(self, calibration=made)
+
     def plan(self, model: nn.Module, family: Family, context: Context) -> Iterator[Edit | Skip | Note]:
         if self.method == "awq" and self.calibration is None:
             yield Skip(
@@ -252,6 +270,8 @@ class MixedPrecision(Pass):
             )
             return
         calibration = self._calibration(model)
+        if isinstance(self.calibration, Samples):
+            yield Note(f"calibrated first, on {len(self.calibration.tokens(model))} samples")
         names = {id(module): name for name, module in model.named_modules()}
         patterns = self._patterns()
         for pattern in patterns:
@@ -288,6 +308,13 @@ class MixedPrecision(Pass):
                 raise PlanError('method="rtn" takes no calibration; leave it out, or write method="awq"')
             return None
         calibration = self.calibration
+        if isinstance(calibration, Samples):
+            if not set(self.targets) & set(CALIBRATED):
+                raise PlanError(
+                    f"targets {self.targets} have nothing that is calibrated: {', '.join(CALIBRATED)}. "
+                    'Write method="rtn".'
+                )
+            return None  # it is made when the model is optimized; the plan has the same weights
         if not hasattr(calibration, "quantize"):
             raise PlanError(f"calibration must be what `calibrate_awq` returns, got {type(calibration).__name__}")
         if calibration.group_size != self.group_size:
@@ -335,7 +362,11 @@ class MixedPrecision(Pass):
 
     def stretch(self, name: str) -> torch.Tensor | None:
         """[D]: what the inputs of the parameter `name` are divided by once the calibration is folded in, or None."""
-        if self.calibration is None or name not in self.calibration.rescaled_names:
+        if (
+            self.calibration is None
+            or isinstance(self.calibration, Samples)
+            or name not in self.calibration.rescaled_names
+        ):
             return None
         columns, _ = self.calibration.shifts(name)
         return None if columns is None else torch.exp2(columns.float())

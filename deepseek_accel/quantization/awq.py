@@ -81,7 +81,7 @@ def calibrate_awq(
     if "_deepseek_accel" in vars(inner):
         raise PlanError("the model is optimized; call `restore(model)` first")
     blocks = find_blocks(inner, family, targets, skip)
-    tokens = _tokens(data, tokenizer)
+    tokens = token_tensors(data, tokenizer)
     options = {"group_size": group_size, "feedback": feedback}
     index: dict[str, Any] = options | {
         "format": FORMAT,
@@ -103,7 +103,7 @@ def calibrate_awq(
     return AwqCalibration(index, done, path)
 
 
-def _tokens(data: Any, tokenizer: Any) -> list[Tensor]:
+def token_tensors(data: Any, tokenizer: Any) -> list[Tensor]:
     """Token tensors [1, T] on the CPU, of texts or of such tensors."""
     if isinstance(data, str) or not isinstance(data, Sequence) or not data:
         raise PlanError(f"data must be a list of texts or of token tensors [1, T], got {type(data).__name__}")
