@@ -215,6 +215,29 @@ def test_a_wrong_token_is_found(tiny, monkeypatch, capsys):
     assert stress.exit_code([row]) == 3
 
 
+@pytest.mark.parametrize("moved, status", [(0, "ok"), (1, "wrong")])
+def test_in_16_bits_a_token_that_no_rounding_chooses_is_found(moved, status, monkeypatch):
+    subject, drive_all, single = load("tiny", CPU, torch.bfloat16), stress.closed_loop, greedy.generate
+
+    def driven(*arguments):
+        answers = drive_all(*arguments)
+        for answer in answers:
+            answer.result.tokens[5] = (answer.result.tokens[5] + moved) % 100
+        return answers
+
+    def other(*arguments, **named):  # single calls that went another way, as they may
+        output = single(*arguments, **named)
+        output[0, -1] += 1
+        return output
+
+    monkeypatch.setattr(greedy, "generate", other)
+    if moved:
+        monkeypatch.setattr(stress, "closed_loop", driven)
+    (row,) = stress.run(options(users=(3,)), subject=subject)["rows"]
+    far = float(row["detail"].removeprefix("0/3 as generate, within ").removesuffix(" of the best"))
+    assert row["status"] == status and (far > 2 if moved else far < 0.3), row["detail"]
+
+
 def test_stocks_tokens_are_compared_too(tiny, monkeypatch):
     right = static_batch.measure
 

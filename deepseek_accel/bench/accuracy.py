@@ -27,6 +27,8 @@ CHECKED_TOKENS = 9
 NOISE_ROWS = 8
 NOISE_FACTOR = 2.0
 GROSS_ERROR = 0.3
+CLOSE_CHOICE = 1.0
+"""Standard deviations. Rounding chooses among logits much closer than that; an unrelated token lies some 4 below."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ def step_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """[B, N]: the relative error of each step's logits [B, N, V]. NaN counts as infinitely wrong."""
     errors = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     return errors.nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def furthest_choice(tokens: torch.Tensor, logits: torch.Tensor) -> float:
+    """How far the worst of greedy tokens [N] lies below the best logit of its step, in standard deviations of that
+    step's logits [N, V]. NaN counts as infinitely far."""
+    chosen = logits.gather(-1, tokens[:, None])[:, 0]
+    gaps = (logits.amax(-1) - chosen) / logits.std(-1).clamp_min(1e-30)
+    return gaps.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
 
 
 def comparable(ours: torch.Tensor, stock: torch.Tensor) -> torch.Tensor:

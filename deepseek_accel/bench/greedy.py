@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..versions import cache_argument
-from .accuracy import Sample
+from .accuracy import Sample, furthest_choice
 from .measure import seconds
 
 
@@ -46,6 +46,15 @@ def sample(model: Any, prompt: torch.Tensor, new_tokens: int) -> Sample:
     output = generate(model, prompt, new_tokens, return_dict_in_generate=True, output_logits=True)
     logits = torch.stack([step.float().cpu() for step in output.logits], 1)
     return Sample(output.sequences[:, prompt.shape[1] :].cpu(), logits, cache_bytes(output[cache_argument()]))
+
+
+def furthest(model: Any, prompt: torch.Tensor, tokens: list[int]) -> float:
+    """`furthest_choice` of N tokens behind prompt [1, S], by the logits of one pass of `model` over all of them."""
+    new = torch.tensor(tokens)
+    ids = torch.cat((prompt, new[None, :-1].to(prompt.device)), 1)
+    with torch.no_grad():
+        output = model(input_ids=ids, logits_to_keep=len(new), use_cache=False)
+    return furthest_choice(new, output.logits[0].float().cpu())
 
 
 class Clock:
