@@ -1,5 +1,6 @@
 """The memory guard: the order of its steps, hysteresis, no flapping; and what it reads from a device."""
 
+import itertools
 import logging
 
 import pytest
@@ -161,6 +162,23 @@ def test_a_load_that_wants_too_many_rows_settles(weights, per_row, rows, shrink)
         guard.react(int(weights + running * each), LIMIT, running)
         trail.append((guard.stage, guard.admitted))
     assert len(set(trail[1_500:])) == 1
+
+
+@pytest.mark.parametrize("each, rows", [(160, 8), (600, 4)])
+def test_where_one_row_more_is_too_many_it_is_tried_ever_more_rarely(each, rows):
+    guard = guard_at(rows, patience=2, calm=4)
+    trail = []
+    for _ in range(20_000):
+        trail.append(guard.admitted)
+        guard.react(each * guard.admitted, LIMIT, guard.admitted)
+    falls = [i for i, (a, b) in enumerate(itertools.pairwise(trail)) if b < a]
+    apart = [b - a for a, b in itertools.pairwise(falls)]
+    assert len(falls) < 90 and apart[-1] >= 4 * 64 and guard.stage is Stage.LOWER_ADMISSION
+    fitting = LIMIT * 95 // 100 // each
+    assert trail.count(fitting) > 15_000  # and in between as many run as fit
+    for _ in range(10_000):  # the load is gone: all of it comes back
+        guard.react(CALM, LIMIT, guard.admitted)
+    assert (guard.stage, guard.admitted) == (Stage.NORMAL, rows)
 
 
 def test_what_it_accepts():

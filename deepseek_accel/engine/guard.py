@@ -7,7 +7,8 @@
 The ladder: NORMAL, EVICT_PREFIXES, LOWER_ADMISSION (half the rows), SHRINK (if configured), then half the rows again,
 down to one. Halving is fast and recovery slow, so that a load that does not change never makes it flap:
 - Rows come back by so few at a time that, where memory grows with rows, one step cannot cross from below `low` to above
-  `limit`.
+  `limit`; unless a single row can, as where few fit. So a number of rows at which memory ran short again is tried after
+  twice as many calm times as the time before.
 - SHRINK ends below `low / 2`, where twice the bytes a token are no harm, or when nothing runs.
 """
 
@@ -24,6 +25,8 @@ from ..errors import PlanError
 from ..passes.kv_cache import KVCache
 
 log = logging.getLogger(__name__)
+MOST_WAITS = 64
+"""Times `calm` calls before rows at which memory ran short again and again are tried once more."""
 Read = Callable[[], tuple[int, int]]
 """Returns (bytes held, bytes that may be held at most). Free pages of an engine, which it holds too, are taken off."""
 
@@ -78,6 +81,8 @@ class MemoryGuard:
             raise PlanError(f"max_rows must be 1 or more, got {max_rows!r}")
         self.max_rows, self.stage, self.admitted = max_rows, Stage.NORMAL, max_rows
         self._since_step_up, self._calm_calls = self.patience, 0
+        self._short_rows = self._waits = self._waited = 0
+        self._tried_again = False
 
     def react(self, used_bytes: int, limit_bytes: int, running: int | None = None) -> Stage:
         """The stage from now on, given bytes in use and bytes that may be used at most. Call it once per engine step.
@@ -132,7 +137,10 @@ class MemoryGuard:
         log.warning("%s: memory guard: %s", why, _DOES[stage])
 
     def _halve(self, why: str, rows: int) -> None:
-        self.admitted = max(1, min(self.admitted, rows) // 2)
+        if self._tried_again:
+            self._waits = min(2 * self._waits or 1, MOST_WAITS)
+        self._short_rows, self._waited, self._tried_again = min(self.admitted, rows), 0, False
+        self.admitted = max(1, self._short_rows // 2)
         self._since_step_up = 0
         self.counts["lower_admission"] += 1
         log.warning("%s: memory guard: at most %d of %d rows are admitted now", why, self.admitted, self.max_rows)
@@ -145,10 +153,19 @@ class MemoryGuard:
         if self.admitted < self.max_rows:
             # rows * (limit - low) / low more rows are at most (limit - low) more memory, if no byte is used below `low`
             more = max(1, int(self.admitted * (self.limit - self.low) / self.low))
-            self.admitted = min(self.max_rows, self.admitted + more)
-            done.append(f"at most {self.admitted} of {self.max_rows} rows are admitted now")
+            rows = min(self.max_rows, self.admitted + more)
+            if rows >= self._short_rows > 0:
+                if self._waited < self._waits:
+                    self._waited += 1
+                    self._calm_calls = 0
+                    rows = self.admitted
+                else:
+                    self._short_rows, self._tried_again = 0, True
+            if rows > self.admitted:
+                self.admitted = rows
+                done.append(f"at most {self.admitted} of {self.max_rows} rows are admitted now")
         elif not done and self.stage is not Stage.SHRINK:
-            self.stage = Stage.NORMAL
+            self.stage, self._waits, self._tried_again = Stage.NORMAL, 0, False
             done.append("prefixes are kept again")
         if done:
             self._calm_calls = 0
