@@ -22,7 +22,7 @@ from deepseek_accel import (
     restore,
 )
 from deepseek_accel.generation.drafts import NGram, catch_up
-from deepseek_accel.generation.latency import FIRST_PROBE, Acceptance, Costs, Pace, tokens_per_step
+from deepseek_accel.generation.latency import FIRST_PROBE, LAST_PROBE, Acceptance, Costs, Pace, tokens_per_step
 from deepseek_accel.testing import picture, tiny_model
 
 PASSES = (Attention(), FusedExperts(), FusedLayers(), KVCache(page_size=16))
@@ -237,6 +237,23 @@ def test_as_many_drafts_as_pay():
         pace, chosen = paced(*costs)
         assert sum(drafts > 0 for drafts in chosen[50:]) <= 150 // FIRST_PROBE
         assert pace.measured_speedup() < 1.02
+
+
+def test_calls_rest_once_guessing_was_tried_in_vain():
+    pace, _ = paced(lambda n: 10.0 * n, 0.1, 9, steps=40)
+    assert not pace.rests(1)  # not tried since the first guesses
+    pace, _ = paced(lambda n: 10.0 * n, 0.1, 9, steps=100)
+    assert pace.rests(1) and pace.rests(4)
+    for _ in range(8):
+        calls = 0
+        while pace.rests(1):
+            pace.rested(64)
+            calls += 1
+        assert 0 < calls <= LAST_PROBE // 64
+        assert pace.choose([0.9]) == 2 and pace.tries  # the next call that does not rest tries at once
+        pace.spend(1, 3, 2, 0.2, 30.0, 3)
+    pace, _ = paced(lambda n: 10 + 0.1 * n, 0.1, 9)
+    assert not pace.rests(1)
 
 
 def test_the_slowest_row_counts():

@@ -341,3 +341,26 @@ def test_packed_weights_are_speculated_on(mode):
     assert expected != run(stock("deepseek_v3"), batch(40, 23, 1)).tolist()  # other weights, other tokens
     assert run(speculating, batch(40, 23, 1)).tolist() == expected
     assert counters(speculating)["speculative: accepted tokens"] > 0
+
+
+@pytest.mark.parametrize("mode", ["model", "self", "ngram", "mtp"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_calls_without_guesses_have_the_same_tokens(mode, sample, monkeypatch):
+    plain, model = (
+        models.load_tiny(dtype=torch.float32)[0] if mode == "mtp" else tiny_model("deepseek_v3") for _ in range(2)
+    )
+    optimize(plain, plain_config(reuse_prefix=True))
+    optimize(model, config(near("deepseek_v3") if mode == "model" else mode, "auto", reuse_prefix=True))
+    pace = vars(model)["_accel_speculation"].pace
+    resting = iter([False, True, True, False])
+    monkeypatch.setattr(type(pace), "rests", lambda self, rows: next(resting))
+    steps: list[int] = []
+    monkeypatch.setattr(type(pace), "rested", lambda self, count: steps.append(count))
+    for seed in range(4):
+        given = batch(40, 23, 1, seed=seed // 2)  # the second time from pages that were kept
+        options = {"do_sample": sample, "eos_token_id": None}
+        assert run(model, given, **options).tolist() == run(plain, given, **options).tolist()
+    counted = counters(model)
+    assert counted["speculative: calls without guesses (they have not paid)"] == 2
+    assert counted["speculative: loops"] == 2
+    assert steps == [NEW, NEW]  # which count for when to try again

@@ -135,6 +135,29 @@ class Pace:
             return 1.0
         return tokens_per_step(drafts, rates) * plain / (verify + (costs[1].of(drafts) or 0.0))
 
+    def prior(self, rows: int) -> float:
+        """The rate that rows of a new call are taken to have."""
+        return (self.acceptance if rows == 1 else self.of_rows).rate
+
+    def rests(self, rows: int) -> bool:
+        """Whether a whole call of so many rows should be left to plain decoding: it was tried and does not pay, and it
+        is not time to try again. The steps of such a call cost nothing but themselves."""
+        costs = self._costs_of(rows)
+        if costs is None or costs[0].num_sizes < 2 or self._probe == FIRST_PROBE or self._idle + 1 >= self._probe:
+            return False
+        rates = [self.prior(rows)] * rows
+        return self._best(rates, MOST_DRAFTS) == 0
+
+    def rested(self, steps: int) -> None:
+        """So many steps were plain decoding's."""
+        self._idle += steps
+
+    def _best(self, rates: Sequence[float], most: int) -> int:
+        """The number of drafts with the most tokens per second; 0 if that is not worth it."""
+        speedups = [self.speedup(drafts, rates) for drafts in range(most + 1)]
+        best = speedups.index(max(speedups))
+        return best if speedups[best] >= (MARGIN if len(rates) == 1 else ROWS_MARGIN) else 0
+
     def choose(self, rates: Sequence[float], most: int = MOST_DRAFTS) -> int:
         """How many tokens to draft now for each of some rows. `tries` says whether that is only to learn."""
         self.tries = True
@@ -143,9 +166,7 @@ class Pace:
             return 0
         if costs[0].num_sizes < 2:  # try a little before believing much
             return min(2, most)
-        speedups = [self.speedup(drafts, rates) for drafts in range(most + 1)]
-        best = speedups.index(max(speedups))
-        if best and speedups[best] >= (MARGIN if len(rates) == 1 else ROWS_MARGIN):
+        if best := self._best(rates, most):
             self._idle, self._probe, self.tries = 0, FIRST_PROBE, False
             return best
         self._idle += 1

@@ -57,6 +57,10 @@ class Speculation:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"pace": Pace()}  # a copy may run elsewhere
 
+    def rests(self, rows: int) -> bool:
+        """Whether a call of so many rows should not guess at all, by what has been learned."""
+        return self.num_draft_tokens == "auto" and self.loop_type is None and self.pace.rests(rows)
+
     def sampling(self, model: Any, stepper: Stepper, loop: Loop, *rest: Any) -> _Sampling:
         """What runs one call."""
         call = _Speculating(model, stepper, loop, *rest)
@@ -93,12 +97,18 @@ class _Speculating(_Sampling):
     speculation: Speculation = None  # type: ignore[assignment]
     kept_hidden: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """(first index, [B, S, D] after the last layer) of the prompt, where the draft wants to know."""
+    rests: bool = False
+    """Whether the whole call is left to plain decoding, since guessing has not paid."""
+
+    def run(self, input_ids: torch.Tensor, starts: list[int] | None, kwargs: dict[str, Any]) -> Any:
+        self.rests = self.speculation.rests(len(input_ids))
+        return super().run(input_ids, starts, kwargs)
 
     def _run_prefill(
         self, input_ids: torch.Tensor, cache: Any, starts: torch.Tensor | None, positions: torch.Tensor | None,
         with_graphs: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        if not self.speculation.source.num_states:
+        if self.rests or not self.speculation.source.num_states:
             return super()._run_prefill(input_ids, cache, starts, positions, with_graphs)
         from .prefill import prefill
 
@@ -112,6 +122,11 @@ class _Speculating(_Sampling):
         self, input_ids: torch.Tensor, logits: torch.Tensor, positions: torch.Tensor, cache: Any,
         starts: list[int] | None,
     ) -> tuple[torch.Tensor, int]:  # fmt: skip
+        if self.rests:
+            count(self.speculation.counters, "speculative: calls without guesses (they have not paid)")
+            ids, stands = super()._decode(input_ids, logits, positions, cache, starts)
+            self.speculation.pace.rested(ids.shape[1] - input_ids.shape[1])
+            return ids, stands
         self.kept_hidden = [(first, kept) for first, kept in self.kept_hidden[-1:] if len(kept) == len(input_ids)]
         reason = self._why_plain(input_ids, cache)
         if reason is None:
@@ -193,8 +208,7 @@ class Speculated:
         self.runs = [True] * self.batch
         self.right: dict[int, int] = {}
         pace = call.speculation.pace
-        prior = pace.acceptance if self.batch == 1 else pace.of_rows
-        self.rates = [Acceptance(prior.rate) for _ in range(self.batch)]
+        self.rates = [Acceptance(pace.prior(self.batch)) for _ in range(self.batch)]
         self.simple, self.samples = call.is_simple, call._samples()
         self.eos, self.pad = set(call._eos()), int(call._pad())
         self.fixed = call.speculation.num_draft_tokens
