@@ -151,7 +151,7 @@ def test_ablation_has_a_row_for_every_pass_and_all_of_them():
 def test_packed_rows_stand_beside_the_others_of_their_point():
     model = subject()
     before = {name: id(value) for name, value in model.model.named_parameters()}
-    points = (Point(1, 40), Point(2, 40))
+    points = (Point(1, 140), Point(2, 140))  # longer prompts than are counted as steps
     result = generate.run(options(points=points, int4=True, adaptive=("0.75",), skip_stock=True), subject=model)
     rows = result["rows"]
     names = ["all", "target 0.75", "int4", "int4 target 0.75"]
@@ -161,6 +161,10 @@ def test_packed_rows_stand_beside_the_others_of_their_point():
         assert packed["weight_bytes"] == adaptive["weight_bytes"] < 0.6 * all_of_it["weight_bytes"]
         assert packed["floor_ms"] is None or packed["floor_ms"] < all_of_it["floor_ms"]
         assert packed["detail"] == "lossy: not compared with stock" and packed["itl_ms"] > 0
+        assert adaptive["experts_per_token"] < 4
+    # a step of two rows reads more experts than one of one: each point counts its own
+    assert rows[3]["experts_per_step"] == pytest.approx(rows[3]["experts_per_token"], rel=0.35)
+    assert rows[7]["experts_per_step"] > 1.6 * rows[3]["experts_per_step"]
     assert {name: id(value) for name, value in model.model.named_parameters()} == before
 
 

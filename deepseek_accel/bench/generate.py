@@ -21,7 +21,7 @@ from .. import api, families
 from ..config import OptimizeConfig
 from ..errors import AccelError
 from ..ops.adaptive_topk import BATCH_TOKENS
-from ..passes.adaptive_topk import AdaptiveTopK
+from ..passes.adaptive_topk import AdaptiveTopK, droppings
 from ..passes.mixed_precision import MixedPrecision, packed_bytes
 from . import gating, greedy, peers, soak
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
@@ -162,7 +162,10 @@ class PointRun:
 
     def run(self, step: Step, keep: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
         """keep: told the rows that are done after each of them."""
-        if not self.prepared:
+        if self.prepared:
+            for dropping in droppings(self.model, families.find(self.model)):
+                dropping.restart()  # what other points counted
+        else:
             self._sample_stock()
         # On a CPU the variants take turns, so that whatever else the machine does meets all of them. On a GPU a turn
         # would capture graphs anew.

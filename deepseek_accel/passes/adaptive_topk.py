@@ -49,6 +49,18 @@ class Dropping:
         """Pairs kept, tokens, distinct experts, steps of these. Waits for the device."""
         return [int(value) for value in self._drop.tally.tolist()]
 
+    def restart(self) -> None:
+        """Count from 0 again, in the same place: graphs go on counting there."""
+        self._drop.tally.zero_()
+
+
+def droppings(model: Any, family: Family) -> Iterator[Dropping]:
+    """The rules of an optimized model's layers, in their order."""
+    for _, block in family.moe(model):
+        forward = vars(block.gate).get(forward_slot(block.gate))
+        if isinstance(forward, partial) and forward.func is gate_forward:
+            yield forward.keywords["dropping"]
+
 
 def gate_forward(
     gate: Any, hidden_states: torch.Tensor, family: Family, dropping: Dropping, fused: bool, counters: Counter[str]
@@ -193,12 +205,10 @@ class AdaptiveTopK(Pass):
         """Mean experts a token kept in each layer, and distinct experts a step read; None where nothing ran."""
         per_token: list[float | None] = []
         per_step: list[float | None] = []
-        for _, block in family.moe(model):
-            forward = vars(block.gate).get(forward_slot(block.gate))
-            if isinstance(forward, partial) and forward.func is gate_forward:
-                pairs, tokens, distinct, steps = forward.keywords["dropping"].tally()
-                per_token.append(pairs / tokens if tokens else None)
-                per_step.append(distinct / steps if steps else None)
+        for dropping in droppings(model, family):
+            pairs, tokens, distinct, steps = dropping.tally()
+            per_token.append(pairs / tokens if tokens else None)
+            per_step.append(distinct / steps if steps else None)
         if not per_token:
             return {}
         ran = [value for value in per_token if value is not None]
