@@ -23,6 +23,14 @@ def unknown(kind: str, name: Any, allowed: Iterable[str]) -> PlanError:
     return PlanError(f"unknown {kind} {name!r}{hint} Known: {', '.join(allowed) or 'none'}.")
 
 
+def not_an_object(name: str) -> str:
+    """What to write instead of a pass that is given by its name."""
+    if name not in passes.PASSES:
+        return str(unknown("pass", name, passes.PASSES))
+    made = passes.load(name).__name__
+    return f"{name!r} is not a pass but the name of one; write `{made}()`, or the mapping {{{name!r}: {{}}}}"
+
+
 @dataclass(frozen=True)
 class OptimizeConfig:
     """The passes to apply, and whether passes that do not fit the model may be left out.
@@ -43,8 +51,10 @@ class OptimizeConfig:
         for p in self.passes:
             if isinstance(p, type) and issubclass(p, Pass):
                 raise PlanError(f"{p.__name__} is a class; write `{p.__name__}()`")
+            if isinstance(p, str):
+                raise PlanError(not_an_object(p))
             if not isinstance(p, Pass):
-                raise PlanError(f"{p!r} is not a pass; known passes: {', '.join(passes.PASSES)}")
+                raise PlanError(f"{p!r} is not a pass; passes are objects such as `KVCache()`")
         if not self.passes:
             raise PlanError("no passes given; leave `config` out for every pass that keeps the model's numbers")
         names = [p.name for p in self.passes]
@@ -114,9 +124,9 @@ class OptimizeConfig:
             return cls((config,))
         if isinstance(config, Iterable) and not isinstance(config, str):
             return cls(tuple(config))
-        raise PlanError(
-            f"config must be an OptimizeConfig, a sequence of passes, a mapping or None, got {type(config).__name__}"
-        )
+        hint = "" if not isinstance(config, str) else ". For a JSON text or file, `OptimizeConfig.from_json(...)`."
+        kinds = "an OptimizeConfig, a pass, a sequence of passes, a mapping or None"
+        raise PlanError(f"config must be {kinds}, got {type(config).__name__}{hint}")
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping `from_dict` reads; where a draft is a model, its class is named instead."""
