@@ -341,6 +341,23 @@ class Minus(LogitsProcessor):
         return torch.full_like(scores, -torch.inf)
 
 
+def test_prompts_that_are_no_list_of_prompts():
+    with Engine(tiny()) as engine:
+        for prompts, message in (
+            ("def main(", "list of prompts"), ([3, 4, 5], "list of prompts"), ({"input_ids": [[3]]}, "mapping"),
+        ):  # fmt: skip
+            with pytest.raises(AccelError, match=message):
+                engine.generate(prompts, max_new_tokens=2)
+        assert engine.generate([]) == []
+        for prompt, options, message in ((3, {}, "got int"), ([3], {"max_new_tokens": "2"}, "at least 1, got '2'")):
+            with pytest.raises(AccelError, match=message):
+                engine.submit(prompt, **options)
+    with pytest.raises(AccelError, match="closed"):
+        engine.generate([[3, 4, 5]], max_new_tokens=2)
+    with pytest.raises(AccelError, match="must be a MemoryGuard"):
+        Engine(tiny(), guard=0.9)
+
+
 def test_injected_failures_reach_only_their_request():
     model, prompt = tiny(), [3, 4, 5]
     streamer = BrokenStreamer()

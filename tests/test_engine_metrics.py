@@ -176,6 +176,9 @@ def test_two_engines_in_a_process_do_not_clash():
             one.serve()
         with pytest.raises(AccelError, match="cannot serve"):
             Metrics(spans=False).serve(ports[0])
+        for port in ("9100", 70_000):
+            with pytest.raises(AccelError, match="cannot serve"):
+                Metrics(spans=False).serve(port)
     one.close()
     with pytest.raises(OSError):
         scrape(ports[0])

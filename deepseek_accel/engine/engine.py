@@ -167,7 +167,16 @@ class Engine:
 
         seeds: one for each prompt. options: what differs from prompt to prompt, on top of those that all share. each:
         called with every result, in their order, as soon as it and those before it are there.
+
+        Raises AccelError when `prompts` is one prompt or a mapping, when seeds or options are not as many, and when the
+        engine is closed.
         """
+        if isinstance(prompts, Mapping):
+            raise AccelError("prompts must be a list of prompts, not a mapping: of a tokenizer's output its input_ids")
+        if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
+            raise AccelError("prompts must be a list of prompts; for a single one write `generate([prompt])`")
+        if not self._open:
+            raise AccelError("the engine is closed")
         for name, given in (("seeds", seeds), ("options", options)):
             if given is not None and len(given) != len(prompts):
                 raise AccelError(f"{name} must be as many as prompts: {len(given)} are given for {len(prompts)}")
@@ -298,7 +307,7 @@ def token_ids(prompt: Any) -> list[int]:
     try:
         ids = list(prompt)
     except TypeError:
-        ids = [prompt]
+        ids = [None]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise AccelError(f"a prompt must be text, a list of token ids or a tensor of them, got {type(prompt).__name__}")
     return ids

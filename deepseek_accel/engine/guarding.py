@@ -31,6 +31,8 @@ class Guarded:
         self._shrunk = fp8
         if guard is None:
             return
+        if not hasattr(guard, "shrink"):
+            raise PlanError(f"guard must be a MemoryGuard, got {guard!r}")
         if guard.shrink is not None:
             if guard.shrink.eviction is not None:
                 raise PlanError(

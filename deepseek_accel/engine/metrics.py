@@ -182,13 +182,13 @@ class Metrics:
         """Answer at http://addr:port/metrics until `close`. port: 0 takes a free one. Returns the port.
 
         Whoever reaches the address can read the metrics; they hold no prompts and no texts.
-        Raises AccelError if the port is taken or this serves already.
+        Raises AccelError if the port is taken or none, or if this serves already.
         """
         if self._server is not None:
             raise AccelError("these metrics are served already; `close()` first")
         try:
             server, thread = _client().start_http_server(port, addr=addr, registry=self.registry)
-        except OSError as error:
+        except (OSError, OverflowError, TypeError) as error:  # the last two: no port at all
             raise AccelError(f"cannot serve metrics at {addr}:{port}: {error}. Port 0 takes a free one.") from error
         self._server = (server, thread)
         return int(server.server_port)

@@ -131,8 +131,8 @@ class Options:
         for name in ("max_length", "min_length"):
             if options.get(name, ...) is None:
                 del options[name]
-        if (most := options.get("max_new_tokens")) is not None and most < 1:
-            raise AccelError(f"max_new_tokens must be at least 1, got {most}")
+        if (most := options.get("max_new_tokens")) is not None and (isinstance(most, str) or most < 1):
+            raise AccelError(f"max_new_tokens must be at least 1, got {most!r}")
         known = self.model.generation_config
         has_length = {
             name: options.get(name) is not None or getattr(config, name, None) is not None
