@@ -118,6 +118,11 @@ def test_plan_ignores_remote_code_of_a_known_architecture(tmp_path, capsys):
     assert "DeepseekV3ForCausalLM" in shown and "stored as fp8" in shown
 
 
+def test_plan_of_the_bundled_model_by_name(capsys):
+    assert cli.main(["plan", "tiny", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model_dir"] == "tiny"
+
+
 def test_plan_of_bad_directories(tmp_path, capsys):
     def message(directory: str, *words: str) -> str:
         assert cli.main(["plan", directory, *words]) == 2

@@ -21,7 +21,7 @@ def add_commands(commands: Any) -> None:
     command.set_defaults(run=demo)
 
     command = commands.add_parser("plan", help="what optimize() would do to a checkpoint, without loading its weights")
-    command.add_argument("model_dir", metavar="MODEL_DIR", help="the directory of a downloaded checkpoint")
+    command.add_argument("model_dir", metavar="MODEL_DIR", help="the directory of a downloaded checkpoint, or tiny")
     command.add_argument("--config", metavar="FILE_OR_JSON", help="such as '{\"attention\": {}}' (default: lossless)")
     command.add_argument("--device", default="auto", help=DEVICE_HELP)
     command.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -87,11 +87,12 @@ def checkpoint_plan(directory: str, config: str | None = None, device_name: str 
     from ..bench.floor import cache_of
     from ..config import OptimizeConfig
     from ..errors import UnsupportedModelError
+    from ..models import path
     from ..quantization.files import local_config
 
     options = OptimizeConfig.lossless() if config is None else OptimizeConfig.from_json(config)
     device = resolve_device(device_name)
-    model_config = local_config(directory)
+    model_config = local_config(str(path()) if directory == "tiny" else directory)
     remarks = []
     if (quantized := getattr(model_config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method

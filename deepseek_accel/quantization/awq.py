@@ -106,7 +106,8 @@ def calibrate_awq(
 def token_tensors(data: Any, tokenizer: Any) -> list[Tensor]:
     """Token tensors [1, T] on the CPU, of texts or of such tensors."""
     if isinstance(data, str) or not isinstance(data, Sequence) or not data:
-        raise PlanError(f"data must be a list of texts or of token tensors [1, T], got {type(data).__name__}")
+        got = "an empty list" if isinstance(data, list) else type(data).__name__
+        raise PlanError(f"data must be a list of texts or of token tensors [1, T], got {got}")
     out = []
     for i, item in enumerate(data):
         if isinstance(item, str):

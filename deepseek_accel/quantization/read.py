@@ -26,6 +26,8 @@ LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 def check_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The `quantization_config` of a directory. Raises CheckpointError unless it is one this library reads."""
     path = Path(directory) / "config.json"
+    if not Path(directory).is_dir():
+        raise CheckpointError(f"no such directory: {str(directory)!r}. Give the directory of a downloaded checkpoint.")
     if not path.is_file():
         raise CheckpointError(f"{str(directory)!r} holds no config.json, so it is not a transformers checkpoint")
     known = read_json(path).get("quantization_config")
