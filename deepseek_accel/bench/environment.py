@@ -120,6 +120,6 @@ def describe(facts: dict[str, Any]) -> str:
     if "driver" in facts:
         parts.append(f"driver {facts['driver']}")
     if "threads" in facts:
-        parts.append(f"{facts['threads']} threads")
+        parts.append(f"{facts['threads']} thread{'' if facts['threads'] == 1 else 's'}")
     parts += [f"{name} {facts[name]}" for name in ("torch", "triton", "transformers", "commit")]
     return ", ".join(parts)

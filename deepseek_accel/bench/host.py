@@ -10,7 +10,7 @@ from typing import Any
 
 from ..cache.pages import PageTable
 from ..errors import AccelError
-from ..models import path
+from ..models import no_mtp_warning, path
 from ..quantization.files import local_config
 from .environment import environment, resolve_device
 from .record import Keep, forget
@@ -95,7 +95,8 @@ def _quantized(directory: str, device: Any) -> Any:
 def _plain(directory: str, device: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=False)
+    with no_mtp_warning():
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=False)
     return _waited(model.to(device), device)
 
 
@@ -140,12 +141,13 @@ def host_table(result: dict[str, Any]) -> Any:
     rows = [
         [
             row["what"],
-            number(row["seconds"] * 1e6 if row["gigabytes_per_second"] is None else row["seconds"] * 1e3),
-            "us" if row["gigabytes_per_second"] is None else "ms",
+            f"{number(row['seconds'] * 1e6)} us"
+            if row["gigabytes_per_second"] is None
+            else f"{number(row['seconds'] * 1e3)} ms",
             number(row["gigabytes_per_second"]),
             "-" if row["major_faults"] is None else str(row["major_faults"]),
         ]
         for row in result["rows"]
     ]
     title = f"{result['directory']}, {result['bytes'] / 1e9:.3f} GB"
-    return table(title, ("what", "time", "", "GB/s", "major faults"), rows, left=1)
+    return table(title, ("what", "time", "GB/s", "major faults"), rows, left=1)

@@ -15,7 +15,7 @@ def stress_table(result: dict[str, Any]) -> Any:
     """One row per point; times in milliseconds, "a/b/c" are P50, P95 and P99."""
     opened = result["load"] == "open"
     columns = ["req/s asked", "window"] if opened else ["users", "requests"]
-    columns += ["new tok/s", "all tok/s", "req/s", "TTFT 50/95/99", "ITL 50/95/99", "e2e 50/95/99"]
+    columns += ["new tok/s", "all tok/s", "req/s", "TTFT ms 50/95/99", "ITL ms 50/95/99", "e2e ms 50/95/99"]
     columns += [*(["e2e mean", "std"] if opened else []), "rows", "peak GiB", "preempted", "errors"]
     columns += [*([] if opened else ["to stock"]), "checked"]
     rows = []

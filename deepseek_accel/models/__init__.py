@@ -22,7 +22,7 @@ def path(name: str = TINY) -> Path:
 
 
 @contextmanager
-def _no_mtp_warning() -> Iterator[None]:
+def no_mtp_warning() -> Iterator[None]:
     """The checkpoint stores the MTP layer as published ones do; transformers has no module for it and would warn."""
     from transformers.utils import logging
 
@@ -43,7 +43,7 @@ def load_tiny(name: str = TINY, *, dtype: Any = "auto", device: Any = None, **kw
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = path(name)
-    with _no_mtp_warning():
+    with no_mtp_warning():
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **kwargs).eval()
         tokenizer = AutoTokenizer.from_pretrained(directory)
     return (model if device is None else model.to(device)), tokenizer
