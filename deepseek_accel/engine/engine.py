@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Engine:
         self._wake = threading.Event()
         self._mutex = threading.Lock()
         self._room = threading.Condition(self._mutex)
-        self._open, self._num_unfinished = True, 0
+        self._open, self._num_submitted = True, 0
         self._numbers = itertools.count()
         most = max_pages if max_pages is not None else applied.max_pages
         changed = _Weakly(self)
@@ -118,8 +119,8 @@ class Engine:
             if not self._open:
                 raise AccelError("the engine is closed")
             request = Request(next(self._numbers), self.tokenizer, self._cancel)
-            self._num_unfinished += 1
-        self._core.announce(request)
+            self._num_submitted += 1
+            self._core.announce(request, draft.given.get("streamer"))  # in here, so that `close(cancel=True)` sees it
         if ids is not None and settings is not None:
             self._core.put(request, ids, settings)
         else:
@@ -142,13 +143,19 @@ class Engine:
         self._core.cancel(request)
         self._wake.set()
 
-    def _is_full(self) -> bool:
-        waiting = self._num_unfinished - len(self._core.scheduler.running)
-        return self.max_waiting is not None and waiting >= self.max_waiting
+    @property
+    def _num_unfinished(self) -> int:
+        return self._num_submitted - self._core.scheduler.finished
 
-    def _has_changed(self, finished: int) -> None:
+    def _is_full(self) -> bool:
+        if self.max_waiting is None:
+            return False
+        # in this order: who ends in between counts as neither, not as one who waits
+        running = len(self._core.scheduler.running)
+        return self._num_unfinished - running >= self.max_waiting
+
+    def _has_changed(self) -> None:
         with self._mutex:
-            self._num_unfinished -= finished
             self._room.notify_all()
 
     # Waiting
@@ -265,14 +272,14 @@ class Engine:
 
         cancel: do not wait for them; their results hold the tokens so far.
         """
+        if threading.current_thread() is self._thread:
+            raise AccelError("the engine cannot be closed from its own thread, by a processor or an observer say")
         with self._mutex:
             self._open = False
             self._room.notify_all()
         if cancel:
             self._core.cancel_all()
             self._wake.set()
-        if threading.current_thread() is self._thread:
-            raise AccelError("the engine cannot be closed from its own thread, by a processor or an observer say")
         with self._mutex:
             self._room.wait_for(lambda: not self._num_unfinished)
         self._finalizer()
@@ -310,13 +317,13 @@ class _Weakly:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
 
-    def __call__(self, finished: int) -> None:
+    def __call__(self) -> None:
         if (engine := self._engine()) is not None:
-            engine._has_changed(finished)
+            engine._has_changed()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, what: Any) -> None:
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
         loop.call_soon_threadsafe(what)
 
 

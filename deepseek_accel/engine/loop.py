@@ -19,6 +19,7 @@ from ..errors import AccelError
 from ..generation.upload import upload
 from .choosing import Sampling, choose, choose_alone, number
 from .compute import SHORT_SIZES, Compute
+from .requests import as_error
 from .rows import OutOfPages
 from .scheduler import Scheduler, Sequence
 
@@ -193,8 +194,8 @@ class Steps:
             sequence.ids = torch.cat((sequence.ids, token[None]), 1)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
-            sequence.error = error
+        except BaseException as error:
+            sequence.error = as_error(error, "a processor of this request")
 
     def _post(self, tokens: Tensor, sequences: list[Sequence]) -> None:
         event = None
@@ -239,8 +240,8 @@ class Steps:
                     settings.streamer.put(torch.tensor([sequence.tokens[:-1]]))
                 settings.streamer.put(torch.tensor([token]))
             reason = why_over(sequence, token, when)
-        except Exception as error:
-            scheduler.finish(sequence, "error", error)
+        except BaseException as error:
+            scheduler.finish(sequence, "error", as_error(error, "the streamer or a criterion of this request"))
             return
         if reason is not None:
             scheduler.finish(sequence, reason)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..errors import CacheFullError
 from .observer import Watch
-from .requests import FinishReason, Request
+from .requests import FinishReason, Request, as_error
 from .rows import OutOfPages, Rows
 from .settings import Settings
 
@@ -192,19 +193,26 @@ class Scheduler:
         if sequence.reason is not None:
             return
         sequence.reason = reason
+        self.finished += 1  # before it leaves: who counts from another thread counts none too many
         if sequence.row >= 0:
             self._leave(sequence, keep=keep)
         else:
             self.waiting.pop(sequence.request.id, None)
         sequence.ids = None
-        if (streamer := sequence.settings.streamer) is not None:
+        streamer, counts = sequence.settings.streamer, (sequence.cached, sequence.preemptions)
+        self.tell_end(sequence.request, streamer, reason, error, *counts)
+
+    def tell_end(
+        self, request: Request, streamer: Any, reason: FinishReason, error: Exception | None, cached: int = 0,
+        preemptions: int = 0,
+    ) -> None:  # fmt: skip
+        """Of a request that has ended: its streamer, who waits for it, and the observer."""
+        if streamer is not None:
             try:
                 streamer.end()
-            except Exception as broken:
-                reason, error = "error", error or broken
-        self.finished += 1
-        result = sequence.request.finish(reason, error, sequence.cached, sequence.preemptions)
-        self.watch.tell("finished", sequence.request, result)
+            except BaseException as broken:
+                reason, error = "error", error or as_error(broken, "the streamer of this request")
+        self.watch.tell("finished", request, request.finish(reason, error, cached, preemptions))
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Its prompt is computed: others that begin alike need not wait for its end."""
