@@ -103,6 +103,8 @@ class Core:
     def _step(self) -> None:
         begin = perf_counter()
         scheduler = self.scheduler
+        if self.steps is not None:
+            self.steps.settle()  # the last one that ran may have been cancelled
         if self.steps is None or not self.steps.busy:
             self._prepare()
         assert self.steps is not None

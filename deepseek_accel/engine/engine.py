@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -175,6 +176,7 @@ class Engine:
         seeds: one for each prompt. options: what differs from prompt to prompt, on top of those that all share. each:
         called with every result, in their order, as soon as it and those before it are there.
         """
+        check_prompts(prompts)
         for name, given in (("seeds", seeds), ("options", options)):
             if given is not None and len(given) != len(prompts):
                 raise AccelError(f"{name} must be as many as prompts: {len(given)} are given for {len(prompts)}")
@@ -210,7 +212,9 @@ class Engine:
         options: as of `submit`. Raises the request's error after what came before it.
         """
         request = self.submit(prompt, generation_config, **options)
-        return self._pieces(request)
+        pieces = self._pieces(request)
+        weakref.finalize(pieces, request.cancel).atexit = False  # its `finally` is not run if nobody began to read
+        return pieces
 
     def _pieces(self, request: Request) -> Iterator[Any]:
         try:
@@ -305,10 +309,17 @@ def token_ids(prompt: Any) -> list[int]:
     try:
         ids = list(prompt)
     except TypeError:
-        ids = [prompt]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        ids = [None]
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         raise AccelError(f"a prompt must be text, a list of token ids or a tensor of them, got {type(prompt).__name__}")
-    return ids
+    return [int(token) for token in ids]
+
+
+def check_prompts(prompts: Any) -> None:
+    """Raises AccelError on what would be taken apart into prompts that nobody means."""
+    if isinstance(prompts, (str, bytes, Mapping)):
+        hint = "[prompt] for one" if isinstance(prompts, (str, bytes)) else "its input_ids without padding, say"
+        raise AccelError(f"prompts must be a list of prompts, not {type(prompts).__name__}: {hint}")
 
 
 class _Weakly:

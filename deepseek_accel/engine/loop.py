@@ -72,6 +72,7 @@ class Steps:
                     self.read()
                 decoded = self._decode()
             self.read(1 if self._lags and decoded else 0)
+            self.settle()
         except torch.OutOfMemoryError as error:
             # out here nothing holds the tensors of what failed
             self._fewer_rows(error.with_traceback(None))
@@ -84,6 +85,12 @@ class Steps:
         if self._good_steps >= RECOVERY_STEPS and self.allowed < self.scheduler.max_rows:
             self.allowed, self._good_steps = min(2 * self.allowed, self.scheduler.max_rows), 0
         return decoded, computed
+
+    def settle(self) -> None:
+        """If nobody runs, wait for what was launched for rows that are over: only then is nothing left of the model as
+        it was, and the next request finds it as it is."""
+        if not self.scheduler.running:
+            self.read()
 
     # Prompts
 

@@ -49,8 +49,8 @@ def applied_to(model: Any) -> Applied:
 def read(model: Any, applied: Applied) -> Stepper:
     """The model as it is now. Raises AccelError with the reason if a module must be called, or is elsewhere."""
     try:
-        if applied_to(model).family is not applied.family:
-            raise Watched("it was optimized anew")
+        if applied_to(model).counters is not applied.counters:
+            raise Watched("it was optimized anew; make another Engine")
         if model.training:
             raise Watched("it is in training mode; call model.eval()")
         if model.device.type == "meta":
