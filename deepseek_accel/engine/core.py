@@ -14,6 +14,7 @@ import torch
 
 from ..cache.entries import Entries
 from ..errors import AccelError
+from ..generation.reuse import default_budget
 from .compute import Compute
 from .guarding import Guarded
 from .loop import Steps
@@ -140,7 +141,7 @@ class Core:
             self.steps = known = scheduler.rows = None  # the memory goes before more is taken
             rows = Rows(
                 scheduler.max_rows, stepper.model.device, self.applied.page_size, entries, self.max_pages,
-                keeps=self.keeps,
+                keeps=self.keeps, kept_bytes=self._kept_bytes(stepper.model.device),
             )  # fmt: skip
             scheduler.rows = rows
         state = self._states.now(self.model) if self.keeps else None
@@ -150,6 +151,13 @@ class Core:
             graphs = vars(self.model).get("_accel_graphs")
             compute = Compute(stepper, rows, graphs, self.applied.counters)
             self.steps = Steps(scheduler, compute, self.prefill_tokens)
+
+    def _kept_bytes(self, device: torch.device) -> int | None:
+        """How much may be kept: what `max_pages` leaves, or as much as `generate` keeps between its calls."""
+        if self.max_pages is not None:
+            return None
+        given = self.applied.prefix_bytes
+        return default_budget(device) if given is None else given
 
     def _fail(self, error: Exception) -> None:
         """Nothing can run: who runs and who waits fails with this, and the next request finds a fresh start."""
