@@ -89,7 +89,8 @@ def test_what_would_end_a_thread_is_an_error_of_its_request(options):
 
 def test_an_observer_that_leaves_is_left_alone():
     class Observer:
-        token = staticmethod(lambda *what: leave())
+        def __getattr__(self, name):
+            return lambda *what: leave() if name == "token" else None
 
     with Engine(tiny(), observer=Observer()) as engine:
         assert engine.submit([3], max_new_tokens=3).result(30).error is None
