@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from deepseek_accel import AccelError, models, optimize, restore
-from deepseek_accel.engine import Engine, engine, loop, settings
+from deepseek_accel.engine import Engine, engine, loop, rows, settings
 from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import tiny_model
 
@@ -340,3 +340,21 @@ def test_few_stop_strings_are_kept_ready():
         known = engine._options._stops[f"stop {i}",]
         engine.submit("a", stop_strings=f"stop {i}", max_new_tokens=1).result(30)
         assert engine._options._stops[f"stop {i}",] is known
+
+
+def test_a_prompt_that_waits_for_pages_is_hashed_once(monkeypatch):
+    hashed, chain = [], rows.chain
+
+    def counting(*arguments):
+        found = list(chain(*arguments))
+        hashed.append(len(found))
+        return found
+
+    monkeypatch.setattr(rows, "chain", counting)
+    with Engine(tiny(), max_pages=16) as engine:
+        runs = engine.submit([3] * 20, max_new_tokens=60, do_sample=False)
+        next(iter(runs))
+        waits = engine.submit([4] * 230, max_new_tokens=3, do_sample=False)  # 15 pages: not beside the other one
+        assert waits.result(30).tokens == alone(tiny(), [4] * 230, max_new_tokens=3, do_sample=False)
+        assert runs.result(30).times.finished < waits.result().times.admitted
+    assert sum(hashed) < 60  # once by itself, and for each time that its pages are kept

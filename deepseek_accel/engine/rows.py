@@ -60,7 +60,8 @@ class Rows:
         self.evicted = 0
         """Kept pages that had to go."""
         self._memory_end: int | None = None
-        self._root = b""
+        self.root = b""
+        """Of the model's state: what all keys begin with."""
         self._table: tuple[int, torch.Tensor] = (-1, torch.empty(0, 0, dtype=torch.int32))
         self.storages = {i: self._make(self._first_pages(), each) for i, each in enumerate(self.entries)}
 
@@ -202,16 +203,16 @@ class Rows:
     def begin(self, state: bytes) -> None:
         """Requests from now on are of a model in this state. Prefixes of another one are forgotten."""
         root = hashlib.sha256(b"%d tokens, " % self.page_size + state).digest()
-        if root != self._root:
+        if root != self.root:
             self.kept.clear()
-            self._root = root
+            self.root = root
         self._memory_end = None
 
     def keys(self, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
         """Of the full pages of `tokens`; known: those of its first pages."""
         first = len(known) * self.page_size
         rest = torch.tensor(tokens[first : len(tokens) // self.page_size * self.page_size], dtype=torch.int64)
-        root = known[-1] if known else self._root
+        root = known[-1] if known else self.root
         return [*known, *chain(root, rest.numpy().tobytes(), 8 * self.page_size)]
 
     def count_kept(self, keys: Sequence[bytes]) -> int:

@@ -36,6 +36,10 @@ class Sequence:
     """Goes up with every preemption: what was launched before does not count then."""
     cached: int = 0
     preemptions: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    """Of its full pages, as far as they were asked for: who waits is asked in every step."""
+    root: bytes = b""
+    """What `keys` begin with."""
     ids: torch.Tensor | None = None
     """[1, T] on the device, for a request that runs processors of its own: tokens and those ahead."""
     error: Exception | None = None
@@ -149,7 +153,9 @@ class Scheduler:
         rows, row, tokens = self.pages, self._free[-1], sequence.tokens
         found = 0
         if rows.keeps:
-            keys = rows.keys(tokens)[: (len(tokens) - 1) // rows.page_size]  # at least one token is computed
+            known = sequence.keys if sequence.root == rows.root else []
+            sequence.keys, sequence.root = rows.keys(tokens, known), rows.root
+            keys = sequence.keys[: (len(tokens) - 1) // rows.page_size]  # at least one token is computed
             found = rows.count_kept(keys)
             rows.take_kept(row, keys[:found])
         try:
