@@ -344,7 +344,7 @@ class Minus(LogitsProcessor):
 def test_prompts_that_are_no_list_of_prompts():
     with Engine(tiny()) as engine:
         for prompts, message in (
-            ("def main(", "list of prompts"), ([3, 4, 5], "list of prompts"), ({"input_ids": [[3]]}, "mapping"),
+            ("def main(", "list of prompts"), ([3, 4, 5], "list of prompts"), ({"input_ids": [[3]]}, "list of prompts"),
         ):  # fmt: skip
             with pytest.raises(AccelError, match=message):
                 engine.generate(prompts, max_new_tokens=2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from .engine import Engine
+from ..errors import AccelError
+from .engine import Engine, check_prompts, token_ids
 from .requests import Result
 
 
@@ -26,6 +27,7 @@ def generate_batch(
     request that fails has the status FAILED and says why in `error`. `warmup` has no meaning here: graphs are captured
     when they are needed. Raises AccelError, before anything runs, on options that the engine does not take.
     """
+    check_prompts(inputs)
     if not len(inputs):
         return {}
     config = model.generation_config if generation_config is None else generation_config
@@ -61,7 +63,7 @@ def _output(name: str, prompt: Any, result: Result, record_timestamps: bool) -> 
     times = result.times
     return GenerationOutput(
         request_id=name,
-        prompt_ids=[int(token) for token in prompt],
+        prompt_ids=_ids(prompt),
         generated_tokens=list(result.tokens),
         error=None if result.error is None else f"{type(result.error).__name__}: {result.error}",
         status=RequestStatus.FINISHED if result.error is None else RequestStatus.FAILED,
@@ -69,3 +71,11 @@ def _output(name: str, prompt: Any, result: Result, record_timestamps: bool) -> 
         lifespan=(times.admitted if times.admitted is not None else -1, times.finished or -1),
         timestamps=list(result.token_times) if record_timestamps else None,
     )
+
+
+def _ids(prompt: Any) -> list[int]:
+    """Of the output; empty for a prompt that was refused because it is no list of ids: its `error` says so."""
+    try:
+        return [] if isinstance(prompt, str) else token_ids(prompt)
+    except AccelError:
+        return []

@@ -14,12 +14,13 @@ import torch
 
 from ..cache.entries import Entries
 from ..errors import AccelError
+from ..generation.reuse import default_budget
 from .compute import Compute
 from .guarding import Guarded
 from .loop import Steps
 from .observer import StepFacts, Watch
 from .preparing import Applied, States, device_scope, read, sizes
-from .requests import FinishReason, Request
+from .requests import FinishReason, Request, as_error
 from .rows import Rows
 from .scheduler import Scheduler, Sequence
 from .settings import Settings
@@ -37,9 +38,9 @@ class Core:
 
     def __init__(
         self, model: Any, applied: Applied, max_batch: int, max_pages: int | None, prefill_tokens: int, keeps: bool,
-        watch: Watch, guard: Any, changed: Callable[[int], None],
+        watch: Watch, guard: Any, changed: Callable[[], None],
     ) -> None:  # fmt: skip
-        """changed: called on the engine's thread when requests were admitted or are over, with how many are over."""
+        """changed: called on the engine's thread when requests were admitted or are over."""
         self.model, self.applied, self.max_pages = model, applied, max_pages
         self.prefill_tokens, self.keeps, self.watch = prefill_tokens, keeps, watch
         self.over = False
@@ -49,17 +50,17 @@ class Core:
         self._guarded = Guarded(guard, watch, max_batch, applied.fp8)
         self._states = States()
         self._changed = changed
-        self._asked: dict[int, Request] = {}
-        """Requests whose text is not tokenised yet."""
+        self._asked: dict[int, tuple[Request, Any]] = {}
+        """Requests whose text is not tokenised yet, and their streamers."""
         self._events: deque[Callable[[], None]] = deque()
         """What other threads want done on this one, in their order."""
         self._seen = (0, 0)
 
     # From other threads
 
-    def announce(self, request: Request) -> None:
+    def announce(self, request: Request, streamer: Any = None) -> None:
         """A request was submitted; `put` or `refuse` will follow."""
-        self._events.append(partial(self._announced, request))
+        self._events.append(partial(self._announced, request, streamer))
 
     def put(self, request: Request, tokens: Sequences[int], settings: Settings) -> None:
         request.num_prompt_tokens = len(tokens)
@@ -79,16 +80,19 @@ class Core:
 
     def turn(self) -> bool:
         """One turn: whether there was something to do."""
-        while self._events:
-            self._events.popleft()()
+        try:
+            while self._events:
+                self._events.popleft()()
+        except BaseException as error:
+            self._fail(as_error(error, "the engine"))
         self._report()
         if not self.scheduler.waiting and not (self.steps is not None and self.steps.busy):
             return bool(self._events)
         try:
             with torch.no_grad(), device_scope(self.model.device):
                 self._step()
-        except Exception as error:  # not of a step, which looks after its own: of the model as it is now, say
-            self._fail(error)
+        except BaseException as error:  # not of a step, which looks after its own: of the model as it is now, say
+            self._fail(as_error(error, "the engine"))
         self._report()
         return True
 
@@ -100,6 +104,8 @@ class Core:
     def _step(self) -> None:
         begin = perf_counter()
         scheduler = self.scheduler
+        if self.steps is not None:
+            self.steps.settle()  # the last one that ran may have been cancelled
         if self.steps is None or not self.steps.busy:
             self._prepare()
         assert self.steps is not None
@@ -135,7 +141,7 @@ class Core:
             self.steps = known = scheduler.rows = None  # the memory goes before more is taken
             rows = Rows(
                 scheduler.max_rows, stepper.model.device, self.applied.page_size, entries, self.max_pages,
-                keeps=self.keeps,
+                keeps=self.keeps, kept_bytes=self._kept_bytes(stepper.model.device),
             )  # fmt: skip
             scheduler.rows = rows
         state = self._states.now(self.model) if self.keeps else None
@@ -145,6 +151,13 @@ class Core:
             graphs = vars(self.model).get("_accel_graphs")
             compute = Compute(stepper, rows, graphs, self.applied.counters)
             self.steps = Steps(scheduler, compute, self.prefill_tokens)
+
+    def _kept_bytes(self, device: torch.device) -> int | None:
+        """How much may be kept: what `max_pages` leaves, or as much as `generate` keeps between its calls."""
+        if self.max_pages is not None:
+            return None
+        given = self.applied.prefix_bytes
+        return default_budget(device) if given is None else given
 
     def _fail(self, error: Exception) -> None:
         """Nothing can run: who runs and who waits fails with this, and the next request finds a fresh start."""
@@ -160,11 +173,11 @@ class Core:
         """Tell those who wait for room, or for the end."""
         now = (self.scheduler.finished, self.scheduler.admitted)
         if now != self._seen:
-            over, self._seen = now[0] - self._seen[0], now
-            self._changed(over)
+            self._seen = now
+            self._changed()
 
-    def _announced(self, request: Request) -> None:
-        self._asked[request.id] = request
+    def _announced(self, request: Request, streamer: Any) -> None:
+        self._asked[request.id] = request, streamer
         self.watch.tell("submitted", request)
 
     def _arrived(self, sequence: Sequence) -> None:
@@ -179,14 +192,15 @@ class Core:
             self._end(request, "cancelled", None)
 
     def _all_cancelled(self) -> None:
-        for request in [*self._asked.values(), *(each.request for each in self.scheduler.everyone())]:
+        asked = [request for request, _ in self._asked.values()]
+        for request in [*asked, *(each.request for each in self.scheduler.everyone())]:
             self._cancelled(request)
 
     def _end(self, request: Request, reason: FinishReason, error: Exception | None) -> None:
         """Of a request that the scheduler does not know."""
-        if self._asked.pop(request.id, None) is not None:
+        if (asked := self._asked.pop(request.id, None)) is not None:
             self.scheduler.finished += 1
-            self.watch.tell("finished", request, request.finish(reason, error, 0, 0))
+            self.scheduler.tell_end(request, asked[1], reason, error)
 
     # Numbers, for any thread
 

@@ -8,6 +8,8 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequences
+from contextlib import suppress
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ class Engine:
         self._wake = threading.Event()
         self._mutex = threading.Lock()
         self._room = threading.Condition(self._mutex)
-        self._open, self._num_unfinished = True, 0
+        self._open, self._num_submitted = True, 0
         self._numbers = itertools.count()
         most = max_pages if max_pages is not None else applied.max_pages
         changed = _Weakly(self)
@@ -118,8 +120,8 @@ class Engine:
             if not self._open:
                 raise AccelError("the engine is closed")
             request = Request(next(self._numbers), self.tokenizer, self._cancel)
-            self._num_unfinished += 1
-        self._core.announce(request)
+            self._num_submitted += 1
+            self._core.announce(request, draft.given.get("streamer"))  # in here, so that `close(cancel=True)` sees it
         if ids is not None and settings is not None:
             self._core.put(request, ids, settings)
         else:
@@ -142,13 +144,19 @@ class Engine:
         self._core.cancel(request)
         self._wake.set()
 
-    def _is_full(self) -> bool:
-        waiting = self._num_unfinished - len(self._core.scheduler.running)
-        return self.max_waiting is not None and waiting >= self.max_waiting
+    @property
+    def _num_unfinished(self) -> int:
+        return self._num_submitted - self._core.scheduler.finished
 
-    def _has_changed(self, finished: int) -> None:
+    def _is_full(self) -> bool:
+        if self.max_waiting is None:
+            return False
+        # in this order: who ends in between counts as neither, not as one who waits
+        running = len(self._core.scheduler.running)
+        return self._num_unfinished - running >= self.max_waiting
+
+    def _has_changed(self) -> None:
         with self._mutex:
-            self._num_unfinished -= finished
             self._room.notify_all()
 
     # Waiting
@@ -171,10 +179,7 @@ class Engine:
         Raises AccelError when `prompts` is one prompt or a mapping, when seeds or options are not as many, and when the
         engine is closed.
         """
-        if isinstance(prompts, Mapping):
-            raise AccelError("prompts must be a list of prompts, not a mapping: of a tokenizer's output its input_ids")
-        if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
-            raise AccelError("prompts must be a list of prompts; for a single one write `generate([prompt])`")
+        check_prompts(prompts)
         if not self._open:
             raise AccelError("the engine is closed")
         for name, given in (("seeds", seeds), ("options", options)):
@@ -212,7 +217,9 @@ class Engine:
         options: as of `submit`. Raises the request's error after what came before it.
         """
         request = self.submit(prompt, generation_config, **options)
-        return self._pieces(request)
+        pieces = self._pieces(request)
+        weakref.finalize(pieces, request.cancel).atexit = False  # its `finally` is not run if nobody began to read
+        return pieces
 
     def _pieces(self, request: Request) -> Iterator[Any]:
         try:
@@ -274,14 +281,14 @@ class Engine:
 
         cancel: do not wait for them; their results hold the tokens so far.
         """
+        if threading.current_thread() is self._thread:
+            raise AccelError("the engine cannot be closed from its own thread, by a processor or an observer say")
         with self._mutex:
             self._open = False
             self._room.notify_all()
         if cancel:
             self._core.cancel_all()
             self._wake.set()
-        if threading.current_thread() is self._thread:
-            raise AccelError("the engine cannot be closed from its own thread, by a processor or an observer say")
         with self._mutex:
             self._room.wait_for(lambda: not self._num_unfinished)
         self._finalizer()
@@ -308,9 +315,18 @@ def token_ids(prompt: Any) -> list[int]:
         ids = list(prompt)
     except TypeError:
         ids = [None]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
         raise AccelError(f"a prompt must be text, a list of token ids or a tensor of them, got {type(prompt).__name__}")
-    return ids
+    return [int(token) for token in ids]
+
+
+def check_prompts(prompts: Any) -> None:
+    """Raises AccelError on what would be taken apart into prompts that nobody means."""
+    if isinstance(prompts, (str, bytes, Mapping)):
+        hint = "[prompt] for one" if isinstance(prompts, (str, bytes)) else "its input_ids without padding, say"
+        raise AccelError(f"prompts must be a list of prompts, not {type(prompts).__name__}: {hint}")
+    if isinstance(prompts, (list, tuple)) and prompts and isinstance(prompts[0], Integral):
+        raise AccelError("prompts must be a list of prompts, not one list of token ids: [prompt] for one")
 
 
 class _Weakly:
@@ -319,13 +335,13 @@ class _Weakly:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
 
-    def __call__(self, finished: int) -> None:
+    def __call__(self) -> None:
         if (engine := self._engine()) is not None:
-            engine._has_changed(finished)
+            engine._has_changed()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, what: Any) -> None:
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
         loop.call_soon_threadsafe(what)
 
 

@@ -19,6 +19,7 @@ from ..errors import AccelError
 from ..generation.upload import upload
 from .choosing import Sampling, choose, choose_alone, number
 from .compute import SHORT_SIZES, Compute
+from .requests import as_error
 from .rows import OutOfPages
 from .scheduler import Scheduler, Sequence
 
@@ -71,6 +72,7 @@ class Steps:
                     self.read()
                 decoded = self._decode()
             self.read(1 if self._lags and decoded else 0)
+            self.settle()
         except torch.OutOfMemoryError as error:
             # out here nothing holds the tensors of what failed
             self._fewer_rows(error.with_traceback(None))
@@ -83,6 +85,12 @@ class Steps:
         if self._good_steps >= RECOVERY_STEPS and self.allowed < self.scheduler.max_rows:
             self.allowed, self._good_steps = min(2 * self.allowed, self.scheduler.max_rows), 0
         return decoded, computed
+
+    def settle(self) -> None:
+        """If nobody runs, wait for what was launched for rows that are over: only then is nothing left of the model as
+        it was, and the next request finds it as it is."""
+        if not self.scheduler.running:
+            self.read()
 
     # Prompts
 
@@ -193,8 +201,8 @@ class Steps:
             sequence.ids = torch.cat((sequence.ids, token[None]), 1)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
-            sequence.error = error
+        except BaseException as error:
+            sequence.error = as_error(error, "a processor of this request")
 
     def _post(self, tokens: Tensor, sequences: list[Sequence]) -> None:
         event = None
@@ -239,8 +247,8 @@ class Steps:
                     settings.streamer.put(torch.tensor([sequence.tokens[:-1]]))
                 settings.streamer.put(torch.tensor([token]))
             reason = why_over(sequence, token, when)
-        except Exception as error:
-            scheduler.finish(sequence, "error", error)
+        except BaseException as error:
+            scheduler.finish(sequence, "error", as_error(error, "the streamer or a criterion of this request"))
             return
         if reason is not None:
             scheduler.finish(sequence, reason)

@@ -59,6 +59,6 @@ class Watch:
             return
         try:
             getattr(self._observer, event)(*what)
-        except Exception:
+        except BaseException:
             logger.exception("the engine's observer failed in %r and is told nothing any more", event)
             self._observer = None

@@ -28,6 +28,8 @@ class Applied(NamedTuple):
     page_size: int
     max_pages: int | None
     fp8: str | None
+    prefix_bytes: int | None
+    """How much may be kept, if `KVCache` says it."""
 
 
 def applied_to(model: Any) -> Applied:
@@ -40,17 +42,18 @@ def applied_to(model: Any) -> Applied:
         raise AccelError(f"{NEEDED}: call optimize(model) first, and see report(model) for what was skipped")
     if cache.keywords.get("eviction") is not None:
         raise AccelError("the engine keeps all tokens of a request: optimize without KVCache(eviction=...)")
-    options = cache.keywords
+    options, prefixes = cache.keywords, vars(model).get("_accel_prefixes")
     return Applied(
-        loop.family, loop.counters, options["page_size"], options["max_pages"], check_dtype(options["dtype"])
-    )
+        loop.family, loop.counters, options["page_size"], options["max_pages"], check_dtype(options["dtype"]),
+        None if prefixes is None else prefixes.budget_bytes,
+    )  # fmt: skip
 
 
 def read(model: Any, applied: Applied) -> Stepper:
     """The model as it is now. Raises AccelError with the reason if a module must be called, or is elsewhere."""
     try:
-        if applied_to(model).family is not applied.family:
-            raise Watched("it was optimized anew")
+        if applied_to(model).counters is not applied.counters:
+            raise Watched("it was optimized anew; make another Engine")
         if model.training:
             raise Watched("it is in training mode; call model.eval()")
         if model.device.type == "meta":

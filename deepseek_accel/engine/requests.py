@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
+
+from ..errors import AccelError
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["eos", "stop", "length", "cancelled", "error"]
 
@@ -111,7 +116,8 @@ class Request:
     # The engine's side
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after every token and at the end; now, if the request is done."""
+        """Call `listener` after every token and at the end, on the engine's thread; now, if the request is done. One
+        that raises is logged and not called any more."""
         with self._changed:
             if self._result is None:
                 self._listeners.append(listener)
@@ -129,8 +135,7 @@ class Request:
             self._tokens.append(token)
             self._token_times.append(when)
             self._changed.notify_all()
-        for listener in self._listeners:
-            listener()
+        self._call_listeners()
 
     def finish(self, reason: FinishReason, error: Exception | None, cached: int, preemptions: int) -> Result:
         with self._changed:
@@ -141,7 +146,23 @@ class Request:
                 list(self._token_times), self._tokenizer,
             )  # fmt: skip
             self._changed.notify_all()
-        for listener in self._listeners:
-            listener()
+        self._call_listeners()
         self._listeners.clear()
         return result
+
+    def _call_listeners(self) -> None:
+        for listener in list(self._listeners):
+            try:
+                listener()
+            except BaseException:  # on the thread that serves everybody
+                logger.exception("a listener of %r failed and is called no more", self)
+                self._listeners.remove(listener)
+
+
+def as_error(raised: BaseException, who: str) -> Exception:
+    """What a request's own code raised, as its error: what would end a thread, such as SystemExit, is wrapped."""
+    if isinstance(raised, Exception):
+        return raised
+    error = AccelError(f"{who} raised {raised!r}")
+    error.__cause__ = raised
+    return error

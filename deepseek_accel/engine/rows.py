@@ -37,17 +37,19 @@ class OutOfPages(Exception):
 
 class Rows:
     """num_rows rows. entries: what the pages of each layer hold per token. max_pages: most pages in use at once, or
-    None to grow until memory ends. keeps: whether full pages stay for later requests."""
+    None to grow until memory ends. keeps: whether full pages stay for later requests. kept_bytes: how much of them;
+    None for as much as there are pages."""
 
     policy = None
     length = 0
 
     def __init__(
         self, num_rows: int, device: torch.device, page_size: int, entries: Sequence[Entries], max_pages: int | None,
-        *, keeps: bool,
+        *, keeps: bool, kept_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.device, self.page_size, self.entries, self.max_pages = device, page_size, list(entries), max_pages
         self.keeps = keeps
+        self._most_kept = None if kept_bytes is None else kept_bytes // max(1, self.page_bytes)
         self.allocator = PageAllocator(max_pages)
         self.kept = KeptPages(self.allocator)
         self.rows: list[list[int]] = [[] for _ in range(num_rows)]
@@ -232,6 +234,8 @@ class Rows:
         pairs = zip(keys, self.rows[row], strict=False)
         self.kept.add({key: page for key, page in pairs if key not in self.kept})
         self.kept.touch(keys)
+        if self._most_kept is not None:
+            self.evicted += self.kept.evict_to(self._most_kept)
 
     def evict(self, count: int | None = None) -> int:
         """Forget `count` kept pages, or all; says how many went. Those that rows hold stay with them."""

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import CacheFullError
 from .observer import Watch
-from .requests import FinishReason, Request
+from .requests import FinishReason, Request, as_error
 from .rows import OutOfPages, Rows
 from .settings import Settings
 
@@ -36,14 +36,16 @@ class Sequence:
     """Goes up with every preemption: what was launched before does not count then."""
     cached: int = 0
     preemptions: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    """Of its full pages, as far as they were asked for: who waits is asked in every step."""
+    root: bytes = b""
+    """What `keys` begin with."""
     ids: torch.Tensor | None = None
     """[1, T] on the device, for a request that runs processors of its own: tokens and those ahead."""
     error: Exception | None = None
     """What its own processors raised, once they have. The tokens before are still handed out."""
     reason: FinishReason | None = None
     """Once it is over."""
-    keys: tuple[Any, list[bytes]] | None = None
-    """Of its full pages, and what they were made of."""
     out_of_memory: int = 0
     """How many steps in a row there was not even memory for it alone."""
 
@@ -168,10 +170,10 @@ class Scheduler:
     def _keys(self, sequence: Sequence) -> list[bytes]:
         """Of the full pages before its last token, which is always computed."""
         rows, tokens = self.pages, sequence.tokens
-        known = (rows.root, len(tokens))
-        if sequence.keys is None or sequence.keys[0] != known:
-            sequence.keys = (known, rows.keys(tokens)[: (len(tokens) - 1) // rows.page_size])
-        return sequence.keys[1]
+        known = sequence.keys if sequence.root == rows.root else []
+        if sequence.root != rows.root or len(known) < len(tokens) // rows.page_size:
+            sequence.keys, sequence.root = rows.keys(tokens, known), rows.root
+        return sequence.keys[: (len(tokens) - 1) // rows.page_size]
 
     def _computing(self) -> set[bytes]:
         """Keys of the prompts that are being computed; their pages are kept at the end."""
@@ -209,19 +211,26 @@ class Scheduler:
         if sequence.reason is not None:
             return
         sequence.reason = reason
+        self.finished += 1  # before it leaves: who counts from another thread counts none too many
         if sequence.row >= 0:
             self._leave(sequence, keep=keep)
         else:
             self.waiting.pop(sequence.request.id, None)
         sequence.ids = None
-        if (streamer := sequence.settings.streamer) is not None:
+        streamer, counts = sequence.settings.streamer, (sequence.cached, sequence.preemptions)
+        self.tell_end(sequence.request, streamer, reason, error, *counts)
+
+    def tell_end(
+        self, request: Request, streamer: Any, reason: FinishReason, error: Exception | None, cached: int = 0,
+        preemptions: int = 0,
+    ) -> None:  # fmt: skip
+        """Of a request that has ended: its streamer, who waits for it, and the observer."""
+        if streamer is not None:
             try:
                 streamer.end()
-            except Exception as broken:
-                reason, error = "error", error or broken
-        self.finished += 1
-        result = sequence.request.finish(reason, error, sequence.cached, sequence.preemptions)
-        self.watch.tell("finished", sequence.request, result)
+            except BaseException as broken:
+                reason, error = "error", error or as_error(broken, "the streamer of this request")
+        self.watch.tell("finished", request, request.finish(reason, error, cached, preemptions))
 
     def keep_prompt(self, sequence: Sequence) -> None:
         """Its prompt is computed: others that begin alike need not wait for its end."""

@@ -14,6 +14,8 @@ from .choosing import Sampling, sampling_of
 
 GIVEN_TO_GENERATE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 """Options of `generate` that its config does not take, and that a request may have."""
+MAX_STOPS = 16
+"""Sets of stop strings that are kept ready; each takes a row of numbers for every token of the vocabulary."""
 ALLOWED_MODES = ("greedy_search", "sample")
 REFUSED = {
     "return_dict_in_generate": "a request's result is a `Result`",
@@ -135,8 +137,8 @@ class Options:
             raise AccelError(f"max_new_tokens must be at least 1, got {most!r}")
         known = self.model.generation_config
         has_length = {
-            name: options.get(name) is not None or getattr(config, name, None) is not None
-            or (config is None and getattr(known, name, None) is not None)
+            name: any(length is not None for length in (options.get(name), getattr(config, name, None),
+                                                        getattr(known, name)))
             for name in ("max_length", "min_length")
         }  # fmt: skip
         prepared, rest = self.model._prepare_generation_config(config, **options)
@@ -181,9 +183,11 @@ class Options:
         if not wanted or not all(isinstance(each, str) and each for each in wanted):
             raise AccelError(f"stop_strings must be a string or a list of strings that are not empty, got {strings!r}")
         with self._lock:
-            if wanted not in self._stops:
-                self._stops[wanted] = StopStrings(self.tokenizer, wanted)
-            return self._stops[wanted]
+            stop = self._stops.pop(wanted, None) or StopStrings(self.tokenizer, wanted)
+            self._stops[wanted] = stop  # the last one used stands last
+            if len(self._stops) > MAX_STOPS:
+                del self._stops[next(iter(self._stops))]
+            return stop
 
 
 class StopStrings:

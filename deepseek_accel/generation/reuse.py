@@ -58,7 +58,7 @@ class Prefixes:
                 if known is not None:
                     self.counters["kv_cache: kept prefixes forgotten (other weights)"] += 1
                 self._start()
-                budget = _default_budget(device) if self.budget_bytes is None else self.budget_bytes
+                budget = default_budget(device) if self.budget_bytes is None else self.budget_bytes
                 known = SharedPages(device, self.page_size, self.max_pages, budget, self.counters)
                 self._shared, self._seen = known, now
             if (guest := known.enter()) is None:
@@ -96,7 +96,8 @@ class Prefixes:
         return dict(zip(("kept_pages", "kept_bytes", "pool_bytes"), kept, strict=True))
 
 
-def _default_budget(device: torch.device) -> int:
+def default_budget(device: torch.device) -> int:
+    """Bytes that kept pages may take if nobody says how many."""
     return CPU_BYTES if device.type != "cuda" else int(torch.cuda.mem_get_info(device)[0]) // GPU_SHARE
 
 
