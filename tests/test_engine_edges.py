@@ -248,7 +248,8 @@ def test_what_would_be_taken_apart_is_refused(wrong):
 
 def test_a_token_is_no_prompt_and_numpy_is_taken():
     with Engine(tiny()) as engine:
-        assert {type(r.error) for r in engine.generate([3, 4], max_new_tokens=1)} == {AccelError}
+        with pytest.raises(AccelError, match="one list of token ids"):
+            engine.generate([3, 4], max_new_tokens=1)
         results = engine.generate([np.array([3, 4]), [np.int64(3), 4], [3, 4]], max_new_tokens=3, do_sample=False)
     assert results[0].tokens == results[1].tokens == results[2].tokens
 
