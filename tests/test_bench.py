@@ -46,7 +46,12 @@ def test_points():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"new_tokens": 1}, {"repeats": 0}, {"skip_stock": True, "only_stock": True}, {"int4": True, "only_stock": True}],
+    [
+        {"new_tokens": 1},
+        {"repeats": 0},
+        {"skip_stock": True, "only_stock": True},
+        {"int4": ("mlp",), "only_stock": True},
+    ],
 )
 def test_options_are_checked(changes):
     with pytest.raises(AccelError):
@@ -152,7 +157,9 @@ def test_packed_rows_stand_beside_the_others_of_their_point():
     model = subject()
     before = {name: id(value) for name, value in model.model.named_parameters()}
     points = (Point(1, 140), Point(2, 140))  # longer prompts than are counted as steps
-    result = generate.run(options(points=points, int4=True, adaptive=("0.75",), skip_stock=True), subject=model)
+    result = generate.run(
+        options(points=points, int4=("experts", "mlp"), adaptive=("0.75",), skip_stock=True), subject=model
+    )
     rows = result["rows"]
     names = ["all", "target 0.75", "int4", "int4 target 0.75"]
     assert [(row["batch"], row["variant"]) for row in rows] == [(batch, name) for batch in (1, 2) for name in names]
@@ -173,7 +180,9 @@ def test_a_packed_variant_that_fails_leaves_the_others(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("deepseek_accel.passes.mixed_precision.pack", full)
-    result = generate.run(options(points=(Point(1, 40), Point(2, 40)), int4=True, skip_stock=True), subject=subject())
+    result = generate.run(
+        options(points=(Point(1, 40), Point(2, 40)), int4=("experts",), skip_stock=True), subject=subject()
+    )
     found = [(row["batch"], row["variant"], row["status"], row["detail"]) for row in result["rows"]]
     assert [row[:3] for row in found] == [(b, v, s) for b in (1, 2) for v, s in (("all", "ok"), ("int4", "error"))]
     assert {row[3] for row in found if row[1] == "int4"} == {"out of memory"}

@@ -55,8 +55,9 @@ class Options:
     """How many calls of mixed batch and length to run after the points; 0 is none."""
     adaptive: tuple[str, ...] = ()
     """Variants of `gating.variants` besides: targets of AdaptiveTopK, or "top1", "top2"."""
-    int4: bool = False
-    """Also with weights in four bits, rounded to nearest: everything chosen, and the adaptive variants."""
+    int4: tuple[str, ...] = ()
+    """Also with these targets of MixedPrecision in four bits, rounded to nearest: everything chosen, and the adaptive
+    variants."""
 
     def __post_init__(self) -> None:
         if self.new_tokens < 2:
@@ -405,7 +406,7 @@ def packed_rows(
     adaptive = {name: config for name, config in configs.items() if config is not None and _has_adaptive(config)}
     for name, config in ({"": chosen} | adaptive).items():
         name = f"int4 {name}".rstrip()
-        config = OptimizeConfig((*config.passes, MixedPrecision(method="rtn")), allow_skips=True)
+        config = OptimizeConfig((*config.passes, MixedPrecision(method="rtn", targets=options.int4)), allow_skips=True)
         step(f"{options.model} {name}: packing the weights")
         try:
             with applied(subject.model, config):

@@ -66,9 +66,9 @@ def bench_generate(arguments: argparse.Namespace) -> int:
         peers=arguments.peers,
         soak=arguments.soak,
         adaptive=tuple(arguments.adaptive.split(",")) if arguments.adaptive else (),
-        int4=arguments.int4,
+        int4=tuple(arguments.int4.split(",")) if arguments.int4 else (),
     )
-    variants = len(options.configs()) + len(options.adaptive) + options.int4 * (1 + len(options.adaptive))
+    variants = len(options.configs()) + len(options.adaptive) + bool(options.int4) * (1 + len(options.adaptive))
     loads = 1 + bool(options.adaptive)
     with tables.progress(loads + len(options.points) * variants + options.peers) as step:
         result = generate.run(options, step, keep=record(arguments, tables.generate_table))
@@ -222,7 +222,11 @@ def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:
         help="also AdaptiveTopK: 0.75, with a batch budget 0.75@8, or top1; routers calibrated on random tokens",
     )
     command.add_argument(
-        "--int4", action="store_true", help="also MixedPrecision, rounded to nearest, and so each adaptive variant"
+        "--int4",
+        nargs="?",
+        const="experts,mlp",
+        metavar="TARGET,...",
+        help="also MixedPrecision of these targets (experts,mlp), rounded to nearest, and so each adaptive variant",
     )
     command.add_argument("--ablate", action="store_true", help="also each pass alone")
     command.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each (default 3)")
