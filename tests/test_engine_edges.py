@@ -355,3 +355,18 @@ def test_a_prompt_that_waits_for_pages_is_hashed_once(monkeypatch):
         assert waits.result(30).tokens == alone(tiny(), [4] * 230, max_new_tokens=3, do_sample=False)
         assert runs.result(30).times.finished < waits.result().times.admitted
     assert sum(hashed) < 60  # once by itself, and for each time that its pages are kept
+
+
+def test_longer_than_the_models_positions_is_said_once(caplog):
+    def said():
+        return [record.message for record in caplog.records if record.name == settings.__name__]
+
+    settings._warn_of_positions.cache_clear()
+    passes = {name: {} for name in PASSES} | {"allow_skips": True}
+    model = optimize(tiny_model("llama", max_position_embeddings=32), passes)
+    with Engine(model) as engine:
+        engine.generate([[3] * 20], max_new_tokens=4)
+        assert not said()
+        results = engine.generate([[3] * 20, [3] * 40], max_new_tokens=13, do_sample=False, eos_token_id=[])
+    assert [len(result.tokens) for result in results] == [13, 13]
+    assert said() == ["a request may get longer than the 32 positions that the model was made for"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +13,8 @@ import torch
 
 from ..errors import AccelError
 from .choosing import Sampling, sampling_of
+
+logger = logging.getLogger(__name__)
 
 GIVEN_TO_GENERATE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 """Options of `generate` that its config does not take, and that a request may have."""
@@ -86,6 +90,9 @@ class Draft:
                 f"the prompt has {len(prompt)} tokens and max_length is {config.max_length}: nothing is left to "
                 "generate. Raise max_length, or pass max_new_tokens."
             )
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if positions is not None and config.max_length > positions:
+            _warn_of_positions(positions)
         # on the host first: on a GPU, making their tensors waits for the step that runs
         processors = self._processors(model, prompt, host)
         sampling = sampling_of(processors, bool(config.do_sample))
@@ -114,6 +121,12 @@ class Draft:
             device=device,
             model_kwargs={},
         )
+
+
+@functools.cache
+def _warn_of_positions(positions: int) -> None:
+    """Once: a request is computed all the same, as `generate` does, but may take long and make no sense."""
+    logger.warning("a request may get longer than the %d positions that the model was made for", positions)
 
 
 @dataclass
