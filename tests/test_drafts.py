@@ -247,13 +247,41 @@ def test_calls_rest_once_guessing_was_tried_in_vain():
     for _ in range(8):
         calls = 0
         while pace.rests(1):
-            pace.rested(64)
+            pace.called(1, False, 640.0, 64)
             calls += 1
         assert 0 < calls <= LAST_PROBE // 64
         assert pace.choose([0.9]) == 2 and pace.tries  # the next call that does not rest tries at once
         pace.spend(1, 3, 2, 0.2, 30.0, 3)
     pace, _ = paced(lambda n: 10 + 0.1 * n, 0.1, 9)
     assert not pace.rests(1)
+
+
+def test_whole_calls_are_compared_with_plain_ones():
+    """The loop's own step of one token may be dearer than plain decoding's, so that guessing seems to pay."""
+    pace, _ = paced(lambda n: 10 + 4.0 * n, 0.1, 7)
+    assert 1 < pace.measured_speedup() < 1.5 and not pace.rests(4)
+    pace.called(4, True, 900.0, 100)
+    assert pace.rests(4) and not pace.rests(2)  # plain calls have to be seen: one to load things, one that counts
+    pace.called(4, False, 2000.0, 100)
+    assert pace.rests(4)
+    pace.called(4, False, 500.0, 100)
+    assert not pace.rests(4)
+    pace.called(4, True, 600.0, 100)  # slower than plain: left alone for a while, longer each time
+    rests = []
+    for _ in range(5):
+        rests.append(0)
+        while pace.rests(4):
+            pace.called(4, False, 5.0, 1)  # too short to say how fast
+            rests[-1] += 1
+        pace.called(4, True, 600.0, 100)
+    assert rests == [512, 1024, 2048, 4096, 4096]
+    while pace.rests(4):
+        pace.called(4, False, 500.0, 100)
+    pace.called(4, True, 400.0, 100)  # the text became easy
+    assert not pace.rests(4)
+    sure, _ = paced(lambda n: 10 + 0.1 * n, 0.1, 9)
+    sure.called(1, True, 900.0, 100)
+    assert sure.measured_speedup() > 1.5 and not sure.rests(1)
 
 
 def test_the_slowest_row_counts():

@@ -355,7 +355,7 @@ def test_calls_without_guesses_have_the_same_tokens(mode, sample, monkeypatch):
     resting = iter([False, True, True, False])
     monkeypatch.setattr(type(pace), "rests", lambda self, rows: next(resting))
     steps: list[int] = []
-    monkeypatch.setattr(type(pace), "rested", lambda self, count: steps.append(count))
+    monkeypatch.setattr(type(pace), "called", lambda self, rows, guessed, ms, count: guessed or steps.append(count))
     for seed in range(4):
         given = batch(40, 23, 1, seed=seed // 2)  # the second time from pages that were kept
         options = {"do_sample": sample, "eos_token_id": None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 MOST_DRAFTS = 8
@@ -24,6 +25,14 @@ FIRST_PROBE, LAST_PROBE = 64, 512
 MARGIN, ROWS_MARGIN = 1.05, 1.12
 """Guessing must promise to be so much faster than not: with one row, and with several, whose steps cost more once the
 rows differ in length (6 % on the CPU, bundled model, 8 rows)."""
+KEPT_CALLS = 3
+"""Whole calls that are remembered, of each kind."""
+LEAST_TOKENS = 16
+"""From so many tokens on a call says how fast it was."""
+LONGEST_REST = 4096
+"""Tokens that calls are left to plain decoding after guessing was found slower again and again."""
+SURE = 1.5
+"""Where guessing seems so many times faster than the loop's own plain steps, it is not compared with plain calls."""
 SLOWEST_SHARE = 0.75
 """How much the slowest of several rows counts: a call ends with it. That part of a step's time which rows that are done
 no longer take is the others': 3.1 of 6.6 ms with 8 rows and the bundled model on the CPU, less where steps of few rows
@@ -90,6 +99,39 @@ def tokens_per_step(drafts: int, rates: Sequence[float]) -> float:
     return SLOWEST_SHARE * min(by_row) + (1 - SLOWEST_SHARE) * sum(by_row) / len(by_row)
 
 
+@dataclass
+class Calls:
+    """How fast whole calls of some number of rows were, in ms per token of a row. The first of each kind is dropped."""
+
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
+    guessing: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS))
+    num_plain: int = 0
+    num_guessing: int = 0
+    rest: int = 0
+    """So many tokens are left to plain decoding before guessing is tried again."""
+    next_rest: int = LAST_PROBE
+
+    def add(self, guessed: bool, each: float) -> None:
+        if guessed:
+            if self.num_guessing:
+                self.guessing.append(each)
+            self.num_guessing += 1
+            self._judge()
+        else:
+            if self.num_plain:
+                self.plain.append(each)
+            self.num_plain += 1
+
+    def _judge(self) -> None:
+        """After a call with guesses: if such calls are the slower ones, leave the next to plain decoding."""
+        if self.guessing and self.plain:
+            if median(self.guessing) > median(self.plain):
+                self.rest, self.next_rest = self.next_rest, min(2 * self.next_rest, LONGEST_REST)
+                self.guessing.clear()  # the next try is judged by itself
+            else:
+                self.next_rest = LAST_PROBE
+
+
 class Pace:
     """What one optimized model has learned about speculating."""
 
@@ -102,6 +144,7 @@ class Pace:
         """Of checking, by tokens per row, and of guessing, by guesses; for each number of rows that run."""
         self._idle, self._probe = 0, FIRST_PROBE
         self._ms = self._plain_ms = 0.0
+        self._calls: dict[int, Calls] = {}
         self.tries = False
 
     def spend(self, rows: int, size: int, drafts: int, guessing_ms: float, checking_ms: float, tokens: float) -> None:
@@ -142,15 +185,26 @@ class Pace:
     def rests(self, rows: int) -> bool:
         """Whether a whole call of so many rows should be left to plain decoding: it was tried and does not pay, and it
         is not time to try again. The steps of such a call cost nothing but themselves."""
+        calls = self._calls.get(rows)
+        if calls is not None and calls.num_guessing:
+            if calls.rest > 0:
+                return True
+            if not calls.plain and (self.measured_speedup() or 0.0) < SURE:
+                return True  # the loop's own steps are dearer than plain decoding's, which has to be seen
         costs = self._costs_of(rows)
         if costs is None or costs[0].num_sizes < 2 or self._probe == FIRST_PROBE or self._idle + 1 >= self._probe:
             return False
         rates = [self.prior(rows)] * rows
         return self._best(rates, MOST_DRAFTS) == 0
 
-    def rested(self, steps: int) -> None:
-        """So many steps were plain decoding's."""
-        self._idle += steps
+    def called(self, rows: int, guessed: bool, ms: float, tokens: int) -> None:
+        """A whole call has given each of its rows so many tokens in so long, the prompt not counted."""
+        calls = self._calls.setdefault(rows, Calls())
+        if tokens >= LEAST_TOKENS:
+            calls.add(guessed, ms / tokens)
+        if not guessed:
+            self._idle += tokens
+            calls.rest -= tokens
 
     def _best(self, rates: Sequence[float], most: int) -> int:
         """The number of drafts with the most tokens per second; 0 if that is not worth it."""

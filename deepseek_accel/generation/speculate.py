@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,9 +124,9 @@ class _Speculating(_Sampling):
     ) -> tuple[torch.Tensor, int]:  # fmt: skip
         if self.rests:
             count(self.speculation.counters, "speculative: calls without guesses (they have not paid)")
-            ids, stands = super()._decode(input_ids, logits, positions, cache, starts)
-            self.speculation.pace.rested(ids.shape[1] - input_ids.shape[1])
-            return ids, stands
+            return self._timed(
+                False, input_ids, lambda: super(_Speculating, self)._decode(input_ids, logits, positions, cache, starts)
+            )
         self.kept_hidden = [(first, kept) for first, kept in self.kept_hidden[-1:] if len(kept) == len(input_ids)]
         reason = self._why_plain(input_ids, cache)
         if reason is None:
@@ -144,10 +144,21 @@ class _Speculating(_Sampling):
             if graphs is not None:
                 graphs._follow(self.stepper, cache)
             loop_type = self.speculation.loop_type or Speculated
-            return loop_type(self, input_ids, positions, cache, starts, begin, graphs).run(logits)
+            loop = loop_type(self, input_ids, positions, cache, starts, begin, graphs)
+            return self._timed(True, input_ids, lambda: loop.run(logits))
         finally:
             for leased in self.leases:
                 leased.release(self.stepper.model.device)
+
+    def _timed(
+        self, guessed: bool, input_ids: torch.Tensor, decode: Callable[[], tuple[torch.Tensor, int]]
+    ) -> tuple[torch.Tensor, int]:
+        """What `decode` gives, and how long it took: for the next calls."""
+        begun = time.perf_counter()
+        ids, stands = decode()
+        spent, tokens = time.perf_counter() - begun, ids.shape[1] - input_ids.shape[1]
+        self.speculation.pace.called(len(input_ids), guessed, 1e3 * spent, tokens)
+        return ids, stands
 
     def lease(self, model: Any) -> StepGraphs | None:
         """The graphs of this or of a draft model for this call, if there are any and nobody else uses them."""
