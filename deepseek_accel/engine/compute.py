@@ -109,10 +109,10 @@ class Compute:
         self.device = stepper.model.device
         self._graphs = graphs if uses_triton(self.device) else None
         self._leased = False
-        # one row more than there are: it takes rows that are all there is to come in their own order
         self._steps: Counter[tuple[str, str]] = Counter()
         """Runs since the last `tell_counters`, by what they were and how they attended."""
         self._absorbed = reads_pages(stepper.model)
+        # one row more than there are: it takes rows that are all there is to come in their own order
         self._ragged = _Ragged(stepper, rows, torch.zeros(len(rows.rows) + 1, dtype=torch.int64))
         self._built: set[Any] = set()
         self._runs: dict[int, _StepRun] = {}
