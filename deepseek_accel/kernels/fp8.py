@@ -30,6 +30,10 @@ E4M3_BF16 = _four(4, 0x07F007F0, 0x7B807B80, "bf16x2")  # 2**120
 E5M2_BF16 = _four(3, 0x0FE00FE0, 0x77807780, "bf16x2")  # 2**112
 E4M3_FP16 = _four(1, 0x3F803F80, 0x5C005C00, "f16x2")  # 2**8
 E5M2_FP16 = _four(0, 0, 0, "f16x2")  # e5m2 is the upper half of fp16
+E4M3_FP16_NATIVE = tl.constexpr(
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
+)
+"""What GPUs of compute capability 8.9 and later do in one instruction for two codes. Exact, so the same bits."""
 
 
 @triton.jit
@@ -70,12 +74,13 @@ INTERPRETED = tl.constexpr(not isinstance(encode, triton.JITFunction))
 
 
 @triton.jit
-def decode(codes, dtype: tl.constexpr, FP8: tl.constexpr, PURE: tl.constexpr):
+def decode(codes, dtype: tl.constexpr, FP8: tl.constexpr, PURE: tl.constexpr, NATIVE: tl.constexpr = False):
     """uint8 codes as numbers of `dtype`, exact in fp32, fp16 and bf16. Scales not applied. A code of NaN, which only
     comes with a scale of NaN, gives any number.
 
     PURE: whether the compiler may move the assembly. Not before matrix instructions that take registers (few rows, or
-    a GPU before Hopper): Triton would decode once for each product and no longer load ahead.
+    a GPU before Hopper): Triton would decode once for each product and no longer load ahead. NATIVE: whether the GPU
+    converts to fp16 by itself (`has_conversions`).
     """
     if INTERPRETED or dtype == tl.float32:
         wide = codes.to(tl.uint16)
@@ -92,9 +97,26 @@ def decode(codes, dtype: tl.constexpr, FP8: tl.constexpr, PURE: tl.constexpr):
     else:
         if FP8 == 2:
             numbers = tl.inline_asm_elementwise(E5M2_FP16, "=r,=r,r", [codes], tl.float16, PURE, 4)
+        elif NATIVE:
+            numbers = tl.inline_asm_elementwise(E4M3_FP16_NATIVE, "=r,=r,r", [codes], tl.float16, PURE, 4)
         else:
             numbers = tl.inline_asm_elementwise(E4M3_FP16, "=r,=r,r", [codes], tl.float16, PURE, 4)
     return numbers
+
+
+def has_conversions(capability: tuple[int, int]) -> bool:
+    """Whether GPUs of this compute capability turn FP8 numbers into fp16 ones in one instruction."""
+    return capability >= (8, 9)
+
+
+@triton.jit
+def halved(values):
+    """bf16 rows [R, N] as fp16 ones of size below two, and the powers of two [R] that they were divided by."""
+    wide = values.to(tl.float32)
+    bits = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)  # so that its inverse is a normal number
+    factor, inverse = bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    return (wide * inverse[:, None]).to(tl.float16), factor
 
 
 @triton.jit
@@ -115,8 +137,9 @@ def lowered(total, FP8: tl.constexpr):
 
 @triton.jit
 def round_trip_kernel(
-    values, codes, scales, back, N: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, PURE: tl.constexpr = True
-):
+    values, codes, scales, back, N: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr, PURE: tl.constexpr = True,
+    NATIVE: tl.constexpr = False,
+):  # fmt: skip
     """Vectors [rows, N] as codes, scales [rows] and what the codes decode to: the functions above, for their tests."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(values + row * N + column, mask=column < N, other=0.0).to(tl.float32)
@@ -124,4 +147,4 @@ def round_trip_kernel(
     encoded = encode(x, scale, FP8)
     tl.store(scales + row, scale)
     tl.store(codes + row * N + column, encoded, mask=column < N)
-    tl.store(back + row * N + column, decode(encoded, back.dtype.element_ty, FP8, PURE), mask=column < N)
+    tl.store(back + row * N + column, decode(encoded, back.dtype.element_ty, FP8, PURE, NATIVE), mask=column < N)

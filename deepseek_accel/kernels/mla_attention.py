@@ -16,6 +16,7 @@ from deepseek_accel.kernels.combine import (
     LOG2_E,
     Launch,
     LaunchOptions,
+    capability_of,
     choose_splits,
     combine_launch,
     compile_case,
@@ -50,12 +51,13 @@ def mla_attention_kernel(
     mask_stride_b, mask_stride_s, mask_stride_t, out_stride_b, out_stride_s, out_stride_h,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr, ROPE_AT: tl.constexpr,
-    SCALE_AT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK_IS_BOOL: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr, HALF: tl.constexpr,
+    NATIVE: tl.constexpr, ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """WIDTH: of an entry in elements of the storage. FP8: see `kernels/fp8.py`; an entry is then bytes, with the rotary
     key from ROPE_AT on and the scale at SCALE_AT. The scale is applied to scores and weights, which are fewer than the
-    latent's numbers."""
+    latent's numbers. HALF: bf16 queries meet latents as fp16 numbers, which GPUs with FP8 conversions (NATIVE) make in
+    a fifth of the instructions; latents come out of a norm, so that weights times scales stay within fp16's range."""
     launching.launch_dependents(PDL)
     row_block = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
@@ -98,6 +100,8 @@ def mla_attention_kernel(
     query_rope = tl.load(
         rope_rows[:, None] + rope_columns[None, :], mask=live[:, None] & (rope_columns < ROPE)[None, :], other=0.0
     )
+    if HALF:
+        query_latent, query_scale = fp8_numbers.halved(query_latent)
     mask_offsets = batch * mask_stride_b + query * mask_stride_s
     table_row = block_table + batch * table_stride
 
@@ -126,8 +130,10 @@ def mla_attention_kernel(
             rope = tl.load(rope_entries + rope_columns[None, :], mask=rope_present, other=0.0)
             scale_places = scales + page * (PAGE_SIZE * (WIDTH // 4)) + places * (WIDTH // 4)
             key_scale = tl.load(scale_places, mask=present, other=0.0)
-            latent = fp8_numbers.decode(codes, query_latent.dtype, FP8, BLOCK_ROWS >= 64)
+            latent = fp8_numbers.decode(codes, query_latent.dtype, FP8, BLOCK_ROWS >= 64, NATIVE)
             scores = tl.dot(query_latent, tl.trans(latent), input_precision="ieee") * key_scale[None, :]
+            if HALF:
+                scores *= query_scale[:, None]
         else:
             latent = tl.load(entries + columns[None, :], mask=latent_present, other=0.0)
             rope = tl.load(entries + RANK + rope_columns[None, :], mask=rope_present, other=0.0)
@@ -182,6 +188,7 @@ def plan(
     num_rows, width = num_queries * heads, padded(latent_rank) + padded(rope)
     number_bytes = q_latent.element_size()
     layout = latent_layout(latent_rank, rope, number_bytes) if fp8 else EntryLayout(0, 0, latent_rank + rope)
+    native = fp8 is not None and fp8_numbers.has_conversions(capability or capability_of(storage.device))
     options = options or launch_options(
         capability or storage.device,
         num_rows,
@@ -243,6 +250,8 @@ def plan(
         "CAUSAL": causal,
         "SPLIT": split,
         "FP8": fp8_numbers.VARIANTS[fp8],
+        "HALF": native and q_latent.dtype == torch.bfloat16,
+        "NATIVE": native,
         "ROPE_AT": layout.second,
         "SCALE_AT": layout.scales,
         "WIDTH": layout.width,
