@@ -7,7 +7,7 @@ from interpreter import interpret
 from deepseek_accel.ops import claim as claims
 from deepseek_accel.ops import gqa_attention, key_mass, mla_attention
 from deepseek_accel.ops.gqa_attention import GroupedCase
-from deepseek_accel.ops.key_mass import KeyScores
+from deepseek_accel.ops.key_mass import KeyScores, ScoreGroup
 from deepseek_accel.ops.mla_attention import LatentCase
 
 
@@ -143,3 +143,36 @@ def keys_of(latent, case, inputs, row, length, entropy):
 @pytest.mark.parametrize("case", LATENT + GROUPED, ids=str)
 def test_scores_of_the_kernels(case, entropy):
     interpret(check_scores, isinstance(case, LatentCase), case, entropy, int(entropy))
+
+
+def check_group(latent, case, entropy):
+    """Layers that are scored together have the scores of each alone."""
+    module = mla_attention if latent else gqa_attention
+    if latent:
+        from deepseek_accel.kernels.mla_attention import plan
+    else:
+        from deepseek_accel.kernels.gqa_attention import plan
+    rows, room, layers = len(case.lengths), max(case.lengths) + 9, 3
+    live = torch.tensor([rows], dtype=torch.int32)
+    before = torch.rand(layers, rows, room)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32).expand(layers, -1).clone()
+    lengths[1:] -= (lengths[1:] > 1).int()
+    group, alone = ScoreGroup(before.clone(), lengths), before.clone()
+    most = []
+    for layer in range(layers):
+        inputs = module.case_inputs(case, torch.float32) | {"lengths": lengths[layer], "num_splits": case.splits}
+        inputs["query" if not latent else "q_latent"].mul_(layer + 1)
+        together = KeyScores(group.scores[layer], 0.5, entropy, live, group)
+        for watch in (together, KeyScores(alone[layer], 0.5, entropy, live)):
+            _, launches = plan(**inputs, watch=watch)
+            for launch in launches:
+                launch.run()
+            most.append(len(launches))
+    assert most[:4:2] == [2, 2] and most[4] == 3 and most[1::2] == [3, 3, 3]
+    assert torch.equal(group.scores, alone) and not torch.equal(alone[0], alone[2])
+    assert group.raw is None and group.lse is None
+
+
+@pytest.mark.parametrize("case", [LATENT[1], GROUPED[1]], ids=str)
+def test_layers_scored_together(case):
+    interpret(check_group, isinstance(case, LatentCase), case, True)

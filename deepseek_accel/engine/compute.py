@@ -143,7 +143,7 @@ class Compute:
     def tell_counters(self) -> None:
         """Add what has run to the model's counters. Going over all layers takes a while: not in every step."""
         for (step, attention), times in self._steps.items():
-            count_layers(self.counters, self.stepper.model, times, step, attention)
+            count_layers(self.counters, self.stepper, times, step, attention)
         self._steps.clear()
         name = "kv_cache: most pages in use"
         self.counters[name] = max(self.counters[name], self.rows.most_in_use)

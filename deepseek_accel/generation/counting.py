@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from .lines import LatentAttention, Mixture, Model, is_packed
+
+if TYPE_CHECKING:
+    from .step import Stepper
 
 EXPANDED = "attention: expanded (prefill)"
 
@@ -14,18 +18,21 @@ def reads_pages(model: Model) -> str:
     return "attention: absorbed" if isinstance(model.layers[0].attention, LatentAttention) else "attention: paged"
 
 
-def count_layers(counters: Counter[str], model: Model, times: int, step: str, attention: str) -> None:
-    """The layers have run `times` times, as `step`, with this kind of `attention`."""
+def tally(model: Model) -> dict[str, int]:
+    """How many layers count as what, whatever runs."""
     layers = model.layers
     mixtures = sum(isinstance(layer.mlp, Mixture) for layer in layers)
-    counted = {
-        step: len(layers),
-        attention: len(layers),
+    return {
         "experts: fused router": mixtures,
         "experts: fused": mixtures,
         "adaptive_topk: routers": sum(isinstance(x.mlp, Mixture) and x.mlp.drop is not None for x in layers),
         "mixed_precision: packed layers": sum(is_packed(layer) for layer in layers),
     }
-    for what, each in counted.items():
+
+
+def count_layers(counters: Counter[str], stepper: Stepper, times: int, step: str, attention: str) -> None:
+    """The layers have run `times` times, as `step`, with this kind of `attention`."""
+    layers = len(stepper.model.layers)
+    for what, each in ((step, layers), (attention, layers), *stepper.tally.items()):
         if times * each:
             counters[what] += times * each

@@ -20,6 +20,7 @@ from ..versions import cache_argument
 from ..watch import count
 from .counting import EXPANDED, count_layers, reads_pages
 from .graphs import StepGraphs
+from .handover import Decision, stop_strings, why_stock_loop
 from .join_graphs import GRAPH_TOKENS, joins
 from .lines import LENGTH_DEPENDENT_ROPE, Model, Watched, read_model
 from .loop_steps import Board, EagerSteps, GraphSteps, side_by_side
@@ -44,15 +45,16 @@ class Loop:
     counters: Counter[str]
     built: set[tuple[Any, ...]] = field(default_factory=set)
     """Kinds of prompts whose kernels this process has built."""
+    decision: Decision = field(default_factory=Decision)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"built": set()}
+        return vars(self) | {"built": set(), "decision": Decision()}
 
 
 def generate(model: Any, loop: Loop, /, *args: Any, **kwargs: Any) -> Any:
     """In place of `model.generate`: the same, through our loop where it can. All names are the caller's to use."""
     stock = type(model).generate
-    if reason := why_stock_loop(model, loop, args, kwargs):
+    if reason := why_stock_loop(model, loop.decision, args, kwargs):
         count(loop.counters, f"layers: stock loop ({reason})")
         for name, what in (("_accel_prefixes", "kv_cache: no prefix reuse"), ("_accel_speculation", SPECULATES_NOT)):
             if name in vars(model):
@@ -66,68 +68,12 @@ def generate(model: Any, loop: Loop, /, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def why_stock_loop(model: Any, loop: Loop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why this call of `generate` is left to transformers, from its arguments alone."""
-    from transformers import GenerationMixin
-    from transformers.generation import utils
-    from transformers.generation.utils import GenerationMode
-
-    if kwargs.get("custom_generate") is not None:
-        return "custom_generate"
-    if kwargs.get("assistant_model") is not None or kwargs.get("cache_implementation") == "paged":
-        return "an assistant or batched generation"
-    if kwargs.get("synced_gpus") or len(args) > 2:
-        return "synced_gpus or positional arguments"
-    if utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model):
-        return "weights sharded over processes"
-    if model.device.type == "meta":
-        return "offloaded weights"
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(model.device.type):
-        return "torch.compile or autocast"
-    for name in ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        if getattr(type(model), name) is not getattr(GenerationMixin, name) or name in vars(model):
-            return f"{name} was replaced"
-    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-    rest = {name: value for name, value in kwargs.items() if name not in NOT_OF_THE_CONFIG}
-    config, _ = model._prepare_generation_config(given, **rest)
-    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return f"{config.get_generation_mode().value.replace('_', ' ')}"
-    if config.output_attentions or config.output_hidden_states:
-        return "attentions or hidden states wanted"
-    if config.token_healing or config.is_assistant:
-        return "token healing or assisting another model"
-    if config.stop_strings is not None and kwargs.get("tokenizer") is None:
-        return "stop strings without a tokenizer"
-    return None
-
-
-# Arguments of `generate` itself, which its config does not take.
-NOT_OF_THE_CONFIG = (
-    "inputs",
-    "generation_config",
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "synced_gpus",
-    "assistant_model",
-    "streamer",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "custom_generate",
-    "trust_remote_code",
-    "tokenizer",
-    "assistant_tokenizer",
-)
-
-
 def _with_stop_strings(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """`kwargs` with stop strings as a stopping criterion: a callable `custom_generate` makes `generate` lose the
     tokenizer that it would make one with."""
     from transformers import StoppingCriteriaList, StopStringCriteria
 
-    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-    known = [config.stop_strings for config in (given, model.generation_config) if config is not None]
-    strings = kwargs.get("stop_strings", next((found for found in known if found is not None), None))
+    strings = stop_strings(model, args[1] if len(args) > 1 else kwargs.get("generation_config"), kwargs)
     if strings is None:
         return kwargs
     kwargs = dict(kwargs)
@@ -586,4 +532,4 @@ class _Sampling:
         return reads_pages(self.stepper.model)
 
     def _count(self, times: int, step: str, attention: str) -> None:
-        count_layers(self.loop.counters, self.stepper.model, times, step, attention)
+        count_layers(self.loop.counters, self.stepper, times, step, attention)

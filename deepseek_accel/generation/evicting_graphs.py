@@ -14,13 +14,16 @@ import torch
 
 from ..cache.eviction import DECAY
 from ..ops.claim import claim
-from ..ops.key_mass import KeyScores
+from ..ops.key_mass import KeyScores, ScoreGroup
 from ..ops.mla_attention import graph_splits
 from .graphs import Buffers, GraphRun
 from .join_graphs import addressed
 from .reach import Reach
 from .sampling import Choice
 from .step import Place
+
+SCORES_BYTES = 1 << 25
+"""Scores of all heads that wait for the launch they share with other layers': few enough to stay in the L2."""
 
 
 @dataclass
@@ -122,6 +125,13 @@ class EvictingRun(GraphRun):
                 buffers, batch = self.buffers, self.batch
                 kept.follow(steps, buffers.token_positions[layer, :batch], buffers.scores[layer, :batch])
 
+    def _score_groups(self, heads: int) -> list[ScoreGroup]:
+        """The layers in order, as many together as leave their scores in `SCORES_BYTES`."""
+        layers, batch, room = self.buffers.scores.shape
+        size = min(layers, max(1, SCORES_BYTES // (4 * batch * heads * room)))
+        pairs = zip(self.buffers.scores.split(size), self.buffers.held.split(size), strict=True)
+        return [ScoreGroup(*pair) for pair in pairs]
+
     def record(self, choice: Choice | None) -> torch.Tensor:
         buffers, stepper, cache = self.buffers, self.stepper, self.cache
         model, policy = stepper.model, cache.policy
@@ -143,11 +153,13 @@ class EvictingRun(GraphRun):
         rotation = stepper.rotation(model.embedding[:1, None], buffers.positions.unsqueeze(1))
         heads, kv_heads = stepper.num_heads
         splits = graph_splits(self.bucket, heads, model.device, kv_heads)
+        groups = self._score_groups(heads) if policy.scores is not None else []
         places = []
         for index in range(len(model.layers)):
             watch = None
-            if policy.scores is not None:
-                watch = KeyScores(buffers.scores[index], DECAY, policy.scores == "entropy", buffers.live)
+            if groups:
+                group = groups[index // len(groups[0].scores)]
+                watch = KeyScores(buffers.scores[index], DECAY, policy.scores == "entropy", buffers.live, group)
             reach = Reach(
                 buffers.layer_tables[index],
                 buffers.held[index],

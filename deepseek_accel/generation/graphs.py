@@ -27,6 +27,7 @@ from .prompt_graphs import PromptBuffers, size_class
 from .prompt_graphs import record as record_prompt
 from .reach import Reach
 from .sampling import MAX_EOS_TOKENS, Choice
+from .segments import Segments, recorded
 from .step import Place, Stepper
 from .upload import upload
 
@@ -88,7 +89,7 @@ class Buffers:
 
 
 class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
+    graph: Segments
     logits: torch.Tensor
     """[B, vocabulary], where the graph leaves them."""
 
@@ -228,7 +229,7 @@ class StepGraphs:
                 self._prompt_buffers = PromptBuffers.make(stepper.model.device)
             self._prompt_buffers.set(input_ids, positions, slots)
             step = partial(record_prompt, stepper, size, self._prompt_buffers, addresses, held[0])
-            return self._replay_prompt(size, stepper.model.device, step)
+            return self._replay_prompt(size, stepper, step)
 
     def join(self, stepper: Stepper, cache: Any, starts: torch.Tensor | None) -> Callable[..., torch.Tensor]:
         """What adds a few tokens to each row of a cache that holds some, as `prefill` takes it; else as `prompt`."""
@@ -251,7 +252,7 @@ class StepGraphs:
                 buffers = self._join_buffers[rows, size] = JoinBuffers.make(rows, size, num_pages, device)
             buffers.set(input_ids, positions, slots, held[0], starts)
             step = partial(record_join, stepper, buffers, addresses, held)
-            return self._replay_prompt((rows, size), device, step)[:batch]
+            return self._replay_prompt((rows, size), stepper, step)[:batch]
 
     @contextmanager
     def _recording(self, stepper: Stepper, held: list[Any]) -> Iterator[torch.Tensor]:
@@ -261,25 +262,25 @@ class StepGraphs:
             self.addresses.copy_(upload([pages.storage.data_ptr() for pages in held], stepper.model.device))
             yield self.addresses
 
-    def _replay_prompt(self, key: Any, device: torch.device, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _replay_prompt(self, key: Any, stepper: Stepper, step: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The logits of `step`, by the graph of its class if there is one."""
-        found = self._captured_prompt(key, device, step)
+        found = self._captured_prompt(key, stepper, step)
         if found is None:
             return step()
         found.graph.replay()
         self.counters["cuda_graphs: prompts replayed"] += 1
         return found.logits.clone()
 
-    def _captured_prompt(self, key: Any, device: torch.device, step: Callable[[], torch.Tensor]) -> _Captured | None:
+    def _captured_prompt(self, key: Any, stepper: Stepper, step: Callable[[], torch.Tensor]) -> _Captured | None:
         """The graph of a class, captured now if it was met before; None: run `step` without."""
         if key not in self._met:
             self._met.add(key)
-            with prebuild(device):
+            with prebuild(stepper.model.device):
                 step()
         elif key not in self._prompts and key not in self._refused:
             try:
                 # the run before the capture writes what the replay writes again
-                self._prompts[key] = self._capture(key, device, step, ())
+                self._prompts[key] = self._capture(key, stepper, step, (), in_segments=True)
                 self.counters["cuda_graphs: prompts captured"] += 1
             except NoRoom:
                 self.counters["cuda_graphs: prompts without graph (out of memory)"] += 1
@@ -317,35 +318,38 @@ class StepGraphs:
                 del self._graphs[sampling[0]]
             buffers = run.buffers
             written = (buffers.live, buffers.tokens, buffers.unfinished, buffers.count)
-            found = self._capture(key, run.stepper.model.device, partial(run.record, choice), written)
+            found = self._capture(key, run.stepper, partial(run.record, choice), written)
             self.counters["cuda_graphs: captured"] += 1
         self._graphs[key] = found  # the last one used stands last
         return found
 
     def _capture(
-        self, key: Any, device: torch.device, record: Callable[[], torch.Tensor], written: tuple[torch.Tensor, ...]
-    ) -> _Captured:
+        self, key: Any, stepper: Stepper, record: Callable[[], torch.Tensor], written: tuple[torch.Tensor, ...],
+        in_segments: bool = False,
+    ) -> _Captured:  # fmt: skip
         """`_record`. NoRoom if there is no memory, and from then on for this key."""
         if key not in self._refused:
             try:
-                return self._record(device, record, written)
+                return self._record(stepper, record, written, in_segments)
             except torch.OutOfMemoryError:
                 self._refused.add(key)
         raise NoRoom()  # out here nothing holds the tensors of what failed
 
     def _record(
-        self, device: torch.device, record: Callable[[], torch.Tensor], written: tuple[torch.Tensor, ...]
+        self, stepper: Stepper, record: Callable[[], torch.Tensor], written: tuple[torch.Tensor, ...], in_segments: bool
     ) -> _Captured:
-        """Run `record` once, so that kernels and libraries are loaded, then record it.
+        """Run `record` once, so that kernels and libraries are loaded, then record it, in several graphs if the host
+        will wait for each replay before the next.
 
         written: buffers that it changes, first the one that says how many rows are live. They keep what they hold, and
         no row is live in that run. None: `record` may run twice.
         """
+        device = stepper.model.device
         if self._stream is None:  # one for all captures: libraries keep a workspace per stream
             self._stream = torch.cuda.Stream(device)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(device))
-        graph, state = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(device)
+        state = torch.cuda.get_rng_state(device)
         try:
             with torch.cuda.stream(stream):
                 kept = [tensor.clone() for tensor in written]
@@ -359,13 +363,15 @@ class StepGraphs:
                     for tensor, value in zip(written, kept, strict=True):
                         tensor.copy_(value)
                     stream.synchronize()
-                # other threads may go on using the device while this one records
-                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                with recorded(self._pool, stream) as segments:
+                    if in_segments:
+                        stepper.between = segments.cut
                     logits = record()
         finally:
+            stepper.between = None
             torch.cuda.set_rng_state(state, device)
             torch.cuda.current_stream(device).wait_stream(stream)
-        return _Captured(graph, logits)
+        return _Captured(segments, logits)
 
 
 class GraphRun:

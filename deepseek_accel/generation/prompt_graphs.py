@@ -96,7 +96,8 @@ def record(stepper: Stepper, size: int, buffers: PromptBuffers, addresses: torch
         live=buffers.live,
         counters=buffers.counters,
     )
-    for layer, address in zip(model.layers, addresses.split(1), strict=True):
+    for number, (layer, address) in enumerate(zip(model.layers, addresses.split(1), strict=True)):
+        stepper.begin_layer(number)
         hidden = layer_step(layer, hidden, _Staged(staging, like.format), span, size, ACTIVATION_BYTES)
         entry_copy(staging[0], staging, buffers.slots[:size], address=address)
     return head_step(model, hidden.index_select(0, buffers.last))

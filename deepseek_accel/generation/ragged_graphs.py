@@ -146,7 +146,7 @@ class RaggedGraphs:
                 buffers = kept[key] = RaggedBuffers.make(bucket, size, num_pages, stepper)
             buffers.set(given, positions, slots, lengths, starts, self.cache.pool, rows, held)
             step: Any = partial(record, stepper, buffers, held, given.dim() == 3, every)
-            found: Any = graphs._captured_prompt(key, device, step)
+            found: Any = graphs._captured_prompt(key, stepper, step)
             if found is None:
                 hidden, logits = step()
             else:

@@ -8,7 +8,7 @@ the experts; down, weighted sum and residual.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,10 @@ from ..ops.latent_write import latent_write
 from ..ops.projection import gated_project, project
 from ..ops.rms_norm import rms_norm
 from ..ops.router import norm_route
+from .counting import tally
 from .lines import Dense, GroupedAttention, LatentAttention, Layer, Mixture, Model
 from .reach import Held, Reach, attend_grouped, attend_latents
+from .segments import cuts
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,19 @@ class Stepper:
 
     def __init__(self, model: Model, family: Family, attention: Any) -> None:
         self.model, self.family, self.attention = model, family, attention
+        self.between: Callable[[], None] | None = None
+        """Called between some layers, while a recording in several graphs is made."""
+        self._cuts = cuts(len(model.layers))
 
     @functools.cached_property
     def identity(self) -> tuple[Any, ...]:
         """See `Model.identity`."""
         return self.model.identity()
+
+    @functools.cached_property
+    def tally(self) -> dict[str, int]:
+        """See `counting.tally`: worked out once, not in every step."""
+        return tally(self.model)
 
     @property
     def num_heads(self) -> tuple[int, int]:
@@ -180,9 +190,15 @@ class Stepper:
 
     def layers(self, x: torch.Tensor, pages: Sequence[Held], places: Sequence[Place]) -> torch.Tensor:
         """x [B * S, D], embedded tokens -> what the last layer gives, the same shape."""
-        for layer, held, place in zip(self.model.layers, pages, places, strict=True):
+        for number, (layer, held, place) in enumerate(zip(self.model.layers, pages, places, strict=True)):
+            self.begin_layer(number)
             x = layer_step(layer, x, held, place)
         return x
+
+    def begin_layer(self, number: int) -> None:
+        """Whoever runs the layers calls this before each of them."""
+        if self.between is not None and number in self._cuts:
+            self.between()
 
     def _reach(self, pages: Any, num_queries: int, starts: torch.Tensor | None) -> Reach:
         device, keys = self.model.device, pages.length

@@ -8,7 +8,8 @@ import triton.language as tl
 
 from . import launching
 
-BLOCK = 1024
+BLOCK, NUM_WARPS = 4096, 16
+"""Entries that a program looks at at once: it waits for memory once for each so many."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "room", "table_stride"])
@@ -103,7 +104,7 @@ def launch(
         (num_rows, num_layers),
         (*tensors, num_rows, room, block_tables.stride(1)),
         (sinks, page_size, BLOCK, pdl),
-        num_warps=4,
+        num_warps=NUM_WARPS,
         **({"launch_pdl": True} if pdl else {}),
     )
 
@@ -118,5 +119,7 @@ def compile_cases() -> list[tuple[Any, ...]]:
     for pdl, only in ((False, {}), (True, {"capability": 90}), (True, {"capability": 100})):
         fixed = {"SINKS": 4, "PAGE_SIZE": 64, "BLOCK": BLOCK, "PDL": pdl}
         kinds = signature | dict.fromkeys(fixed, "constexpr")
-        cases.append((f"claim{'-pdl' * pdl}", claim_kernel, kinds, fixed, {"num_warps": 4, "num_stages": 2} | only))
+        cases.append(
+            (f"claim{'-pdl' * pdl}", claim_kernel, kinds, fixed, {"num_warps": NUM_WARPS, "num_stages": 2} | only)
+        )
     return cases

@@ -133,6 +133,7 @@ def launch_options(
     value_width: int,
     element_size: int,
     fp8_width: int = 0,
+    crowded: bool = False,
 ) -> LaunchOptions:
     """Block sizes, warps and stages for `num_rows` rows over entries of `key_width` (with what lies beside the key).
 
@@ -141,7 +142,8 @@ def launch_options(
     of 64 keys ahead (DeepSeek's latents on an H200: 20 to 40 % faster); large ones, waiting for the tensor cores, all.
 
     fp8_width: how many of an entry's numbers are stored in one byte. They wait as bytes, and are in shared memory once
-    more, as numbers, while they are multiplied.
+    more, as numbers, while they are multiplied. crowded: there are rows enough for two programs on every processor;
+    of those that decode, two with 32 keys each then hide more than one with 64 (H200, 32x8192: 119 us, not 130).
     """
     shared = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
     block_rows = min(padded(num_rows), 16 if element_size > 2 else 32 if shared == SMALLEST_SHARED_BYTES else 64)
@@ -154,6 +156,8 @@ def launch_options(
     extra = 0 if small or capability[0] < 9 else 1
     for keys, num_stages, alone in KEY_BLOCKS:
         if not small and num_stages > 3:
+            continue
+        if small and fp8_width and crowded and (alone or keys > 32):
             continue
         block_keys = min(keys, page_size)
         buffers = max(num_stages - 1, 1) + extra
@@ -348,13 +352,6 @@ def output_like(query: torch.Tensor, width: int) -> torch.Tensor:
     """An output [B, S, H, width] whose memory order is [H, B, S, width], what a per-head matrix product reads best."""
     batch, num_queries, heads, _ = query.shape
     return query.new_empty(heads, batch, num_queries, width).permute(1, 2, 0, 3)
-
-
-def raw_scores(query: torch.Tensor, watch: Any) -> torch.Tensor | None:
-    """Room for the scores of all heads [B * H, R] fp32, if a cache watches (`ops.key_mass.KeyScores`), else None."""
-    if watch is None:
-        return None
-    return query.new_empty(query.shape[0] * query.shape[2], watch.scores.shape[1], dtype=torch.float32)
 
 
 def parts_like(query: torch.Tensor, num_splits: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,14 +28,13 @@ from deepseek_accel.kernels.combine import (
     output_like,
     padded,
     parts_like,
-    raw_scores,
     softmax_step,
     storage_pointer,
     store_rows,
     store_scores,
 )
 from deepseek_accel.kernels.entry_layout import EntryLayout, grouped_layout
-from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launch
+from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launches, scores_room
 
 
 @triton.jit(
@@ -192,7 +191,9 @@ def plan(
     out = output_like(query, value_dim)
     split = num_splits > 1 or watch is not None
     parts, lse = parts_like(query, num_splits, value_dim) if split else (out, None)
-    raw = raw_scores(query, watch)
+    raw = None
+    if watch is not None:
+        raw, lse = scores_room(query, lse, watch)
     arguments = {
         "query": query,
         "storage": storage,
@@ -239,8 +240,8 @@ def plan(
     ]
     if lse is not None:
         launches.append(combine_launch(arguments, group, out))
-    if raw is not None:
-        launches.append(key_mass_launch(arguments, raw, watch, heads, group))
+    if watch is not None:
+        launches += key_mass_launches(arguments, watch, heads, group)
     return out, launches
 
 

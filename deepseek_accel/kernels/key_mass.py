@@ -1,8 +1,8 @@
 """What a decoding step attended to, key by key, from the scores that the attention kernel left.
 
 The attention kernels write the scores of every head, base 2 and masked, and each part's log2-sum-exp; here the two
-become the mean over heads of p (or of -p log p) and are added to each key's score. The contract is `KeyScores` of
-`ops/key_mass.py`.
+become the mean over heads of p (or of -p log p) and are added to each key's score, of one layer or of several at once.
+The contract is `KeyScores` and `ScoreGroup` of `ops/key_mass.py`.
 """
 
 from typing import Any, NamedTuple
@@ -18,19 +18,25 @@ BLOCK_KEYS = 128
 BLOCK_HEADS = 16
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_queries", "least_blocks", "raw_stride", "score_stride"])
+@triton.jit(
+    do_not_specialize=[
+        *("num_splits", "num_queries", "least_blocks", "num_rows", "raw_stride", "score_stride", "layer_stride")
+    ]
+)
 def key_mass_kernel(
-    raw,  # [B * H, raw_stride]
-    lse,  # [B * H, num_splits]
-    lengths,  # [B]
+    raw,  # [G, B * H, raw_stride]
+    lse,  # [G, B * H, num_splits]
+    lengths,  # [G, B]
     starts,  # [B] or None
     live,  # [1] or None
-    scores,  # [B, score_stride]
+    scores,  # [G, ...], layers layer_stride and rows score_stride apart
     num_splits,
     num_queries,
     least_blocks,
+    num_rows,
     raw_stride,
     score_stride,
+    layer_stride,
     decay,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -45,7 +51,11 @@ def key_mass_kernel(
 ):
     """One query per row. A program adds up TILE keys of a row, head by head in a fixed order."""
     launching.launch_dependents(PDL)
-    batch = tl.program_id(0).to(tl.int64)
+    batch, layer = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    raw += layer * num_rows * HEADS * raw_stride
+    lse += layer * num_rows * HEADS * num_splits
+    lengths += layer * num_rows
+    scores += layer * layer_stride
     keys = tl.program_id(1) * TILE + tl.arange(0, TILE)
     launching.wait(PDL)
     length = tl.load(lengths + batch)
@@ -102,21 +112,45 @@ def key_mass_kernel(
     tl.store(place, before * decay + total / HEADS, mask=keys < length)
 
 
-def key_mass_launch(attention: dict[str, Any], raw: torch.Tensor, watch: Any, heads: int, group: int) -> Launch:
-    """After an attention launch with these arguments, which left `raw`. watch: `ops.key_mass.KeyScores`."""
+def scores_room(query: torch.Tensor, lse: torch.Tensor, watch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where an attention launch leaves scores [B * H, R] and log2-sum-exps like lse [B * H, parts], for one that is
+    watched (`ops.key_mass.KeyScores`)."""
+    shape = query.shape[0] * query.shape[2], watch.scores.shape[1]
+    group = watch.group
+    if group is None:
+        return query.new_empty(shape, dtype=torch.float32), lse
+    if group.raw is None:
+        layers = len(group.scores)
+        group.raw, group.lse = query.new_empty(layers, *shape, dtype=torch.float32), lse.new_empty(layers, *lse.shape)
+    group.done += 1
+    return group.raw[group.done - 1], group.lse[group.done - 1]
+
+
+def key_mass_launches(attention: dict[str, Any], watch: Any, heads: int, group: int) -> list[Launch]:
+    """After an attention launch with these arguments, which left scores in `scores_room`: what scores keys by them, if
+    that is not to wait for further layers."""
     merge = merge_arguments(attention, group)
     del merge["parts"]
-    num_splits = attention["lse"].shape[1]
-    rows, room = watch.scores.shape
+    raw, scores, together = attention["raw"], watch.scores[None], watch.group
+    if together is not None:
+        if together.done < len(together.scores):
+            return []
+        raw, scores = together.raw, together.scores
+        merge |= {"lse": together.lse, "lengths": together.lengths}
+        together.raw = together.lse = None  # their memory is the next group's
+    num_splits = merge["lse"].shape[-1]
+    layers, rows, room = scores.shape
     arguments = {
         **merge,
         "raw": raw,
         "starts": attention["starts"],
         "live": watch.live,
-        "scores": watch.scores,
+        "scores": scores,
         "num_splits": num_splits,
-        "raw_stride": raw.shape[1],
-        "score_stride": watch.scores.stride(0),
+        "num_rows": rows,
+        "raw_stride": raw.shape[-1],
+        "score_stride": scores.stride(1),
+        "layer_stride": scores.stride(0),
         "decay": watch.decay,
         "HEADS": heads,
         "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
@@ -124,7 +158,8 @@ def key_mass_launch(attention: dict[str, Any], raw: torch.Tensor, watch: Any, he
         "TILE": BLOCK_KEYS,
         "ENTROPY": watch.entropy,
     }
-    return Launch(key_mass_kernel, (rows, triton.cdiv(room, BLOCK_KEYS)), arguments, num_warps=4, num_stages=2)
+    grid = (rows, triton.cdiv(room, BLOCK_KEYS), layers)
+    return [Launch(key_mass_kernel, grid, arguments, num_warps=4, num_stages=2)]
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
@@ -147,8 +182,8 @@ def compile_cases() -> list[tuple[Any, ...]]:
                 "PDL": graph and capability >= 90,
             }
             watch = key_mass_case(2, 2048, graph, entropy)
-            raw = torch.empty(2 * heads, 2048, **number)
-            launch = key_mass_launch(attention, raw, watch, heads, heads)
+            attention["raw"] = torch.empty(2 * heads, 2048, **number)
+            (launch,) = key_mass_launches(attention, watch, heads, heads)
             cases.append(compile_case(f"key_mass H{heads}{' entropy' * entropy}", launch, capability))
     return cases
 
@@ -160,6 +195,7 @@ class KeyScoresLike(NamedTuple):
     decay: float
     entropy: bool
     live: torch.Tensor | None
+    group: Any = None
 
 
 def key_mass_case(rows: int, room: int, graph: bool, entropy: bool = False) -> KeyScoresLike:

@@ -29,7 +29,6 @@ from deepseek_accel.kernels.combine import (
     output_like,
     padded,
     parts_like,
-    raw_scores,
     softmax_step,
     storage_pointer,
     store_rows,
@@ -37,7 +36,10 @@ from deepseek_accel.kernels.combine import (
 )
 from deepseek_accel.kernels.combine_project import combine_project_launch
 from deepseek_accel.kernels.entry_layout import EntryLayout, latent_layout
-from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launch
+from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launches, scores_room
+
+CROWDED_ROWS = 16
+"""Sequences from which on their parts are enough to put two programs on every processor."""
 
 
 @triton.jit(
@@ -188,7 +190,6 @@ def plan(
     num_rows, width = num_queries * heads, padded(latent_rank) + padded(rope)
     number_bytes = q_latent.element_size()
     layout = latent_layout(latent_rank, rope, number_bytes) if fp8 else EntryLayout(0, 0, latent_rank + rope)
-    native = fp8 is not None and fp8_numbers.has_conversions(capability or capability_of(storage.device))
     options = options or launch_options(
         capability or storage.device,
         num_rows,
@@ -197,21 +198,27 @@ def plan(
         padded(latent_rank),
         number_bytes,
         fp8_width=padded(latent_rank) if fp8 else 0,
+        crowded=fp8 is not None and batch >= CROWDED_ROWS,
     )
     if watch is not None and options.block_rows >= 64:  # what is left behind takes shared memory and registers
         options = options._replace(block_keys=max(16, options.block_keys // 2))
+    # not large row blocks, whose products read codes from registers (H200, 128 heads: 381 us became 537)
+    native = fp8 is not None and options.block_rows < 64
+    native = native and fp8_numbers.has_conversions(capability or capability_of(storage.device))
     row_blocks = triton.cdiv(num_rows, options.block_rows)
     if num_splits is None:
         max_blocks = triton.cdiv(max_length, options.block_keys)
         num_splits = choose_splits(row_blocks * batch, max_blocks, num_processors(storage.device))
     split = num_splits > 1 or w_uv is not None or watch is not None
-    raw = raw_scores(q_latent, watch)
     out = (
         output_like(q_latent, latent_rank)
         if w_uv is None
         else q_latent.new_empty(batch, num_queries, heads, w_uv.shape[1])
     )
     parts, lse = parts_like(q_latent, num_splits, latent_rank) if split else (out, None)
+    raw = None
+    if watch is not None:
+        raw, lse = scores_room(q_latent, lse, watch)
     arguments = {
         "q_latent": q_latent,
         "q_rope": q_rope,
@@ -264,8 +271,8 @@ def plan(
         launches.append(combine_project_launch(arguments, w_uv, out))
     elif split:
         launches.append(combine_launch(arguments, heads, out))
-    if raw is not None:
-        launches.append(key_mass_launch(arguments, raw, watch, heads, heads))
+    if watch is not None:
+        launches += key_mass_launches(arguments, watch, heads, heads)
     return out, launches
 
 

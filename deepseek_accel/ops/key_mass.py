@@ -5,6 +5,7 @@ Letters: B rows, S queries, H query heads, G key heads, D key dim, T keys.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,25 @@ CASES = [
 ]
 
 
+@dataclass
+class ScoreGroup:
+    """Layers of one decoding step that are scored in one launch, by the attention of the last of them.
+
+    Attention is given one `KeyScores` of each, in order, and leaves what it attended to here until then.
+    """
+
+    scores: Tensor
+    """[G, B, R] fp32, contiguous: of each layer what `KeyScores.scores` is."""
+    lengths: Tensor
+    """[G, B] int32, contiguous: keys of each layer's rows."""
+    done: int = 0
+    """Layers that have been."""
+    raw: Tensor | None = None
+    """[G, B * H, R] fp32: scores of all heads, base 2, as the kernels leave them."""
+    lse: Tensor | None = None
+    """[G, B * H, parts] fp32: the log2 of each part's sum of exponentials."""
+
+
 class KeyScores(NamedTuple):
     """Where a decoding step of one query per row leaves what it attended to; taken by the attention ops, on GPUs.
 
@@ -34,6 +54,8 @@ class KeyScores(NamedTuple):
     entropy: bool = False
     live: Tensor | None = None
     """[1] int32: rows from here on are idle, their scores stay. None: none is."""
+    group: ScoreGroup | None = None
+    """The layers that this one is scored with; None: alone, at once."""
 
 
 @torch.no_grad()

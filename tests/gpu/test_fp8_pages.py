@@ -29,9 +29,10 @@ from deepseek_accel.kernels import gqa_attention as gqa_kernel
 from deepseek_accel.kernels import latent_write as latent_kernel
 from deepseek_accel.kernels import mla_attention as mla_kernel
 from deepseek_accel.kernels import prefill_write as prefill_kernel
-from deepseek_accel.kernels.fp8 import VARIANTS, round_trip_kernel
+from deepseek_accel.kernels.fp8 import VARIANTS, has_conversions, round_trip_kernel
 
 CACHE = cache_argument()
+NATIVE = has_conversions(torch.cuda.get_device_capability())
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 all_kinds = pytest.mark.parametrize("kind", CODES)
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,7 +53,8 @@ def distance(actual, expected):
 @all_kinds
 @all_dtypes
 @pytest.mark.parametrize("pure", [True, False])
-def test_every_code(kind, dtype, pure):
+@pytest.mark.parametrize("native", [True, False])
+def test_every_code(kind, dtype, pure, native):
     """Vectors that hold every number of the format, at several scales: scale, codes and numbers are the reference's."""
     numbers = torch.arange(256, dtype=torch.uint8).view(CODES[kind]).float()
     numbers = numbers[numbers.isfinite()]
@@ -66,7 +68,7 @@ def test_every_code(kind, dtype, pure):
     ours = values.cuda()
     codes = torch.empty(values.shape, dtype=torch.uint8, device="cuda")
     scales, back = torch.empty(len(values), device="cuda"), torch.empty_like(ours)
-    round_trip_kernel[(len(values),)](ours, codes, scales, back, 256, 256, VARIANTS[kind], pure)
+    round_trip_kernel[(len(values),)](ours, codes, scales, back, 256, 256, VARIANTS[kind], pure, native and NATIVE)
     wanted, wanted_scales = quantize(values, kind)
     assert torch.equal(scales.cpu()[:66], wanted_scales[:66, 0]) and scales[66].isnan()
     assert torch.equal(codes.cpu()[:66], wanted[:66])
