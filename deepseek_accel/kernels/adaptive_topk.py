@@ -22,8 +22,8 @@ def drop_pairs(
     ids,  # [T, BLOCK_K] int32
     used,  # [T, BLOCK_K]: pairs of live tokens
     token,  # [T] int64
-    feeling,  # [T'] fp32, of all tokens
-    offset,  # [E] fp32
+    felt,  # [T] fp32, slope . x; used BY_FEELING
+    offsets,  # [T, BLOCK_K] fp32, of each pair's expert
     losses,  # [T', K] fp32
     tally,  # [4] int64
     K: tl.constexpr,
@@ -37,13 +37,11 @@ def drop_pairs(
     ALONE: the only token of its step."""
     slot = tl.arange(0, BLOCK_K)[None, :]
     logs = tl.log(weight)
-    score = 2 * logs + tl.load(offset + ids, mask=used, other=0.0)
+    score = 2 * logs + offsets
     if DROP == _RELATIVE:
         score -= 2 * tl.max(tl.where(used, logs, float("-inf")), 1)[:, None]
     else:
-        live = tl.max(used.to(tl.int32), 1) > 0
-        # past the L1 cache: another program may have written it
-        score += tl.load(feeling + token, mask=live, other=0.0, cache_modifier=".cg")[:, None]
+        score += felt[:, None]
     ranked = tl.where(score == score, score, float("inf"))
     waiting = used
     for _ in tl.static_range(MIN_EXPERTS):

@@ -187,8 +187,12 @@ def route_kernel(
         ids = tl.where(idle, -1, ids)
         used = used & (tokens[:, None] < tl.load(live))
     if DROP:
+        felt = tl.zeros([1], tl.float32)
+        if DROP == 1:
+            felt += tl.load(feeling + token)
+        offsets = tl.load(offset + ids, mask=used, other=0.0)
         weight, ids = drop_pairs(
-            weight, ids, used, tokens, feeling, offset, losses, tally, K, BLOCK_K, DROP, MIN_EXPERTS, SETTLED, ALONE
+            weight, ids, used, tokens, felt, offsets, losses, tally, K, BLOCK_K, DROP, MIN_EXPERTS, SETTLED, ALONE
         )
     tl.store(weights + token * K + slot, weight, mask=slot < K)
     tl.store(indices + token * K + slot, ids.to(tl.int64), mask=slot < K)
@@ -245,6 +249,10 @@ def norm_route_kernel(
     rows = tl.minimum(experts, E - 1).to(tl.int64)[None, :, None] * D
     gate = tl.load(gate_weight + rows + columns, mask=columns < D, other=0.0)  # [1, BLOCK_E, BLOCK_D]
     norm_scale = tl.load(norm_weight + columns, mask=columns < D, other=0.0).to(tl.float32)
+    if DROP:
+        # here and compared with ids later: a load at an id would be one more trip to memory at the end
+        every = tl.arange(0, BLOCK_G * BLOCK_S)
+        every_offset = tl.load(offset + every, mask=every < E, other=0.0)
     launching.wait(PDL)
 
     token = group.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -268,6 +276,9 @@ def norm_route_kernel(
     if tl.atomic_add(counters + group, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(counters + group, 0)
         last = tl.minimum(token, num_tokens - 1)
+        felt = tl.zeros([BLOCK_T], tl.float32)
+        if DROP == 1:  # past the L1 cache: another program may have written it
+            felt = tl.load(feeling + token, mask=exists, other=0.0, cache_modifier=".cg")
         weight, ids = _choose(
             logits + last[:, None, None] * E,
             bias,
@@ -296,8 +307,10 @@ def norm_route_kernel(
             live_pairs = used
             if HAS_LIVE:
                 live_pairs = used & ~(token[:, None] >= tl.load(live))
+            own = ids[:, :, None] == every[None, None, :]
+            offsets = tl.sum(tl.where(own, every_offset[None, None, :], 0.0), 2)
             weight, ids = drop_pairs(
-                weight, ids, live_pairs, token, feeling, offset, losses, tally,
+                weight, ids, live_pairs, token, felt, offsets, losses, tally,
                 K, BLOCK_K, DROP, MIN_EXPERTS, SETTLED, ALONE,
             )  # fmt: skip
         tl.store(weights + token[:, None] * K + slot, weight, mask=used)
