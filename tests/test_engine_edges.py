@@ -1,5 +1,6 @@
 """The engine at its edges: what others do on its thread, what changes under it, and what it keeps."""
 
+import asyncio
 import functools
 import threading
 import time
@@ -308,6 +309,42 @@ def test_a_stream_that_nobody_reads_is_cancelled():
         del stream
         go.set()
     assert [result.finish_reason for result in ended] == ["cancelled"]
+
+
+class Reciting(LogitsProcessor):
+    """Chooses these tokens, then fails."""
+
+    def __init__(self, tokens):
+        self.tokens = iter(tokens)
+
+    def __call__(self, input_ids, scores):
+        if (token := next(self.tokens, None)) is None:
+            raise RuntimeError("injected")
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+
+
+def test_streams_hand_out_what_they_held_back_and_then_the_error():
+    model, tokenizer = models.load_tiny(dtype=torch.float32)
+    ids = tokenizer("x €", add_special_tokens=False)["input_ids"][:-1]
+    said = tokenizer.decode(ids)
+    assert said.endswith("\N{REPLACEMENT CHARACTER}")  # within a character
+
+    def options():
+        return {"max_new_tokens": 50, "logits_processor": LogitsProcessorList([Reciting(ids)])}
+
+    async def read(engine, pieces):
+        async for piece in engine.astream("def", **options()):
+            pieces.append(piece)
+
+    with Engine(optimize(model), tokenizer) as engine:
+        for run in (
+            lambda pieces: pieces.extend(engine.stream("def", **options())),
+            lambda pieces: asyncio.run(read(engine, pieces)),
+        ):
+            pieces = []
+            with pytest.raises(RuntimeError, match="injected"):
+                run(pieces)
+            assert "".join(pieces) == said
 
 
 def test_kept_pages_are_bounded_without_a_limit_on_pages():
