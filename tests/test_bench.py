@@ -1,5 +1,6 @@
 """The benchmarks: that a wrong result is not timed, that failures are rows, and what the rows and files hold."""
 
+import io
 import json
 import sys
 
@@ -473,3 +474,21 @@ def test_gpu_shapes_cover_every_op():
 def test_the_copy_speed_is_plausible():
     assert 1e8 < measure.copy_bandwidth(CPU) < 1e13
     assert tables.ratio(None) == "-" and tables.ratio(2.0) == "2.00x"
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
+    with tables.progress(1) as step:
+        step("one")
+        step("two")
+    assert capsys.readouterr().err == "one\ntwo\n"
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with tables.progress(1) as step:
+        step("one")
+        step("two")  # more than there were to be
+    assert "1/2" in terminal.getvalue() and "two" in terminal.getvalue()

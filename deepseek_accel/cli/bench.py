@@ -121,7 +121,8 @@ def bench_gating(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         brute_force=arguments.brute_force,
     )
-    with tables.progress(2 + 4 * len(targets)) as step:
+    calibrating = len(gating.CALIBRATING) * (arguments.sensitivity is None)
+    with tables.progress(2 + calibrating + 4 * len(targets)) as step:
         result = gating.run(options, step)
     result["command"] = arguments.command_line
     write(arguments, result, tables.write_gating_png)
