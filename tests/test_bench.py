@@ -471,6 +471,20 @@ def test_gpu_shapes_cover_every_op():
     assert {shape.op for shape in int4_cases.gpu_shapes()} == set(int4_cases.OPS)
 
 
+def test_peaks_are_above_the_weights_packed_ones_included(monkeypatch):
+    model = tiny_model("deepseek_v3", **SMALL)
+    assert measure.peak_above_weights(model) is None
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10_000_000)
+    before = measure.peak_above_weights(model)
+    assert before == 10_000_000 - buffers - report(model).parameter_bytes
+    optimize(model, [MixedPrecision(method="rtn")])
+    packed = report(model)
+    assert packed.parameter_bytes < packed.parameter_bytes_before
+    assert measure.peak_above_weights(model) == 10_000_000 - buffers - packed.parameter_bytes > before
+
+
 def test_the_copy_speed_is_plausible():
     assert 1e8 < measure.copy_bandwidth(CPU) < 1e13
     assert tables.ratio(None) == "-" and tables.ratio(2.0) == "2.00x"

@@ -22,12 +22,12 @@ from ..config import OptimizeConfig
 from ..errors import AccelError
 from ..ops.adaptive_topk import BATCH_TOKENS
 from ..passes.adaptive_topk import AdaptiveTopK, droppings
-from ..passes.mixed_precision import MixedPrecision, packed_bytes
+from ..passes.mixed_precision import MixedPrecision
 from . import gating, greedy, peers, soak
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .floor import cache_of, counted_experts, expected_experts, step_bytes
-from .measure import copy_bandwidth
+from .measure import copy_bandwidth, peak_above_weights
 from .record import Keep, forget
 from .shapes import Point, Subject, chosen_config, load, variants
 
@@ -139,8 +139,8 @@ class Times:
     """Seconds from the first token to the last."""
     tokens: list[torch.Tensor] = field(default_factory=list)
     gating: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: int = 0
-    prefill_peak_bytes: int = 0
+    peak_bytes: int | None = None
+    prefill_peak_bytes: int | None = None
 
 
 class PointRun:
@@ -238,13 +238,12 @@ class PointRun:
 
     def _time(self, times: Times, repeats: int) -> None:
         model, prompt, count = self.model, self.prompt, self.options.new_tokens
-        cuda = self.device.type == "cuda"
-        if cuda:
+        if self.device.type == "cuda":
             greedy.generate(model, prompt, min(4, count))
             greedy.timed(model, prompt, 2)  # kernels of calls that go on from a cache
             torch.cuda.reset_peak_memory_stats(self.device)
             greedy.generate(model, prompt, 1)
-            times.prefill_peak_bytes = self._peak_above_weights()
+            times.prefill_peak_bytes = peak_above_weights(model)
             torch.cuda.reset_peak_memory_stats(self.device)
         for _ in range(repeats):
             first, rest, output = greedy.timed(model, prompt, count)
@@ -252,12 +251,7 @@ class PointRun:
             times.first.append(first)
             times.rest.append(rest)
             times.tokens.append(output[:, prompt.shape[1] :].cpu())
-        if cuda:
-            times.peak_bytes = self._peak_above_weights()
-
-    def _peak_above_weights(self) -> int:
-        held = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers())) + packed_bytes(self.model)
-        return torch.cuda.max_memory_allocated(self.device) - held
+        times.peak_bytes = peak_above_weights(model)
 
     def _fill(self, name: str) -> None:
         row, times, count = self.rows[name], self.times[name], self.options.new_tokens
@@ -274,9 +268,8 @@ class PointRun:
         itl = statistics.median(times.rest) / (count - 1)
         row.ttft_ms, row.itl_ms = first * 1e3, itl * 1e3
         row.tokens_per_second = self.point.batch / itl if itl > 0 else None
-        if self.device.type == "cuda":
-            row.peak_bytes_above_weights = times.peak_bytes
-            row.prefill_peak_bytes_above_weights = times.prefill_peak_bytes
+        row.peak_bytes_above_weights = times.peak_bytes
+        row.prefill_peak_bytes_above_weights = times.prefill_peak_bytes
         row.experts_per_token = times.gating.get("experts_per_token")
         row.experts_per_step = self.experts
         counts_prompt = 1 < self.prompt.numel() <= BATCH_TOKENS  # such a prompt is one of the steps that were counted
