@@ -22,10 +22,11 @@ from . import greedy, latency_fit, static_batch, studies
 from .accuracy import CLOSE_CHOICE
 from .drive import Answer, Job, LostError, Watch, closed_loop, open_loop
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
-from .generate import ERROR, OK, WRONG, applied, release
+from .generate import applied, release
 from .loads import Ask, Mix, gathered, poisson
 from .measure import peak_above_weights
 from .record import Keep, forget
+from .rows import ERROR, OK, WRONG
 from .shapes import Point, Subject, load
 
 CLOSED, OPEN, NONE = latency_fit.CLOSED, latency_fit.OPEN, "none"
