@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from processors import processing
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from deepseek_accel import AccelError, models, optimize, restore
 from deepseek_accel.engine import Engine, engine, loop, rows, settings
@@ -47,7 +48,7 @@ class Calls(LogitsProcessor, StoppingCriteria):
 
 
 def processor(act):
-    return {"logits_processor": LogitsProcessorList([Calls(act)])}
+    return processing(Calls(act))
 
 
 # --- nobody's code ends the engine's thread
@@ -330,7 +331,7 @@ def test_streams_hand_out_what_they_held_back_and_then_the_error():
     assert said.endswith("\N{REPLACEMENT CHARACTER}")  # within a character
 
     def options():
-        return {"max_new_tokens": 50, "logits_processor": LogitsProcessorList([Reciting(ids)])}
+        return {"max_new_tokens": 50, **processing(Reciting(ids))}
 
     async def read(engine, pieces):
         async for piece in engine.astream("def", **options()):
