@@ -99,7 +99,7 @@ def optimize(model: Model, config: Config = None) -> Model:
     if any(new is not p for new, p in zip(prepared, options.passes, strict=True)):
         intended = plan(inner, OptimizeConfig(prepared, options.allow_skips))
     journal = Journal()
-    state = Optimized(options, journal, intended.rows(), intended.context.counters, _parameter_bytes(inner))
+    state = Optimized(options, journal, intended.rows("applied"), intended.context.counters, _parameter_bytes(inner))
     try:
         # Our own slot is the first, so that an undo that fails on its way, for want of memory, leaves it for another.
         for edit in [Edit(inner, _SLOT, lambda: state, "model"), *intended.edits()]:

@@ -65,11 +65,11 @@ class Step:
     def add(self, item: Edit | Skip | Note) -> None:
         {Edit: self.edits, Skip: self.skips, Note: self.notes}[type(item)].append(item)  # type: ignore[attr-defined]
 
-    @property
-    def status(self) -> str:
+    def status(self, verb: str = "planned") -> str:
+        """ "skipped", `verb` or "partly `verb`"; once the plan is carried out the verb is "applied"."""
         if not self.edits:
             return "skipped"
-        return "partly applied" if self.skips else "applied"
+        return f"partly {verb}" if self.skips else verb
 
 
 @dataclass(repr=False)
@@ -102,12 +102,12 @@ class Plan:
                 + "\nLeave them out, or pass `OptimizeConfig(passes, allow_skips=True)` to go on without them."
             )
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per pass, plain values only."""
+    def rows(self, verb: str = "planned") -> list[dict[str, Any]]:
+        """One row per pass, plain values only. verb: see `Step.status`."""
         return [
             {
                 "pass": name,
-                "status": step.status,
+                "status": step.status(verb),
                 "effect": step.effect,
                 "edits": len(step.edits),
                 "skipped": [f"{skip.where}: {skip.why}" for skip in step.skips],

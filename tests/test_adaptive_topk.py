@@ -200,7 +200,9 @@ def test_gradients_are_those_of_finite_differences():
 
 def test_prediction_agrees_with_really_leaving_out(bundled, sensitivity):
     model, rows = bundled
-    predicted, measured = gating.brute_force(model, sensitivity, rows[::2])
+    told: list[str] = []
+    predicted, measured = gating.brute_force(model, sensitivity, rows[::2], told.append)
+    assert [text.split()[-3] for text in told] == ["0", "1", "2", "3"]
     assert len(predicted) == 16
     assert gating.correlation(predicted, measured) >= 0.9
 
@@ -477,7 +479,10 @@ def test_calibrate_writes_a_file_and_bench_reads_it(monkeypatch, tmp_path, capsy
     text.write_text("import os\n\n\ndef add(first, second):\n    return first + second\n" * 20)
     words = ["--device", "cpu", "--dtype", "float32"]
     assert cli.main(["calibrate", "tiny", str(out), "--text", str(text), "--max-tokens", "300", *words]) == 0
-    assert "of 300 tokens" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "of 300 tokens" in said.out
+    stages = ["loading tiny", *(f"calibrating: {stage}" for stage in gating.CALIBRATING)]
+    assert [line for line in said.err.splitlines() if line in stages] == stages
     assert GateSensitivity.load(out).tokens == 300
     monkeypatch.setattr(models, "heldout_documents", lambda: [text.read_text() * 2])
     words += ["--sensitivity", str(out), "--targets", "0.75", "--json", str(result)]

@@ -1,5 +1,6 @@
 """The benchmarks: that a wrong result is not timed, that failures are rows, and what the rows and files hold."""
 
+import io
 import json
 import sys
 
@@ -470,6 +471,38 @@ def test_gpu_shapes_cover_every_op():
     assert {shape.op for shape in int4_cases.gpu_shapes()} == set(int4_cases.OPS)
 
 
+def test_peaks_are_above_the_weights_packed_ones_included(monkeypatch):
+    model = tiny_model("deepseek_v3", **SMALL)
+    assert measure.peak_above_weights(model) is None
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10_000_000)
+    before = measure.peak_above_weights(model)
+    assert before == 10_000_000 - buffers - report(model).parameter_bytes
+    optimize(model, [MixedPrecision(method="rtn")])
+    packed = report(model)
+    assert packed.parameter_bytes < packed.parameter_bytes_before
+    assert measure.peak_above_weights(model) == 10_000_000 - buffers - packed.parameter_bytes > before
+
+
 def test_the_copy_speed_is_plausible():
     assert 1e8 < measure.copy_bandwidth(CPU) < 1e13
     assert tables.ratio(None) == "-" and tables.ratio(2.0) == "2.00x"
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
+    with tables.progress(1) as step:
+        step("one")
+        step("two")
+    assert capsys.readouterr().err == "one\ntwo\n"
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    with tables.progress(1) as step:
+        step("one")
+        step("two")  # more than there were to be
+    assert "1/2" in terminal.getvalue() and "two" in terminal.getvalue()

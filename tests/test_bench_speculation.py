@@ -35,7 +35,14 @@ def test_with_packed_weights():
 def test_drafts_are_ranked(capsys):
     words = ["drafts", "tiny", "nonsense", "ngram", "tiny-draft", "--prompts", "2", "--new-tokens", "40"]
     assert cli.main([*words, "--device", "cpu", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    said = capsys.readouterr()
+    told = [line for line in said.err.splitlines() if "tiny-draft" in line]  # a line for each stage
+    assert told == [
+        "preparing tiny-draft",
+        *(f"tiny-draft, {n} a step" for n in ("1 guess(es)", "4 guess(es)", "none")),
+    ]
+    assert "loading tiny" in said.err.splitlines()
+    rows = json.loads(said.out)["rows"]
     assert [row["draft"] for row in rows][-1] == "nonsense" and "not a directory" in rows[-1]["detail"]
     gains = [row["predicted_speed_up"] for row in rows[:2]]
     assert gains == sorted(gains, reverse=True) and all(0 < row["acceptance"] < 1 for row in rows[:2])

@@ -88,6 +88,19 @@ def test_plan_as_text(capsys):
     shown = capsys.readouterr().out
     assert "DeepseekV3ForCausalLM" in shown and "bytes per token" in shown
     assert "attention" in shown and "kv_cache" not in shown
+    assert " planned " in shown and "applied" not in shown  # nothing is, yet
+
+
+def test_a_plan_says_planned_and_a_report_applied():
+    model = tiny_model("deepseek_v3")
+    intended = deepseek_accel.plan(model)
+    assert "applied" not in str(intended) + intended._repr_html_()
+    deepseek_accel.optimize(model)
+    done = deepseek_accel.report(model)
+    assert "planned" not in str(done) + done._repr_html_()
+    words = {"planned": "applied", "skipped": "skipped"}
+    assert [words[row["status"]] for row in intended.rows()] == [row["status"] for row in done.passes]
+    assert {row["status"] for row in done.passes} == {"applied", "skipped"}
 
 
 def write_config(folder, **config) -> str:

@@ -118,7 +118,7 @@ def test_decoder_alone_and_stacked_experts(tmp_path):
     stacked = AutoModelForCausalLM.from_pretrained(tmp_path / "stacked")
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor) and torch.equal(stacked.model.state_dict()[name], tensor)
-    assert plan(decoder).steps["attention"].status == plan(decoder).steps["experts"].status == "applied"
+    assert plan(decoder).steps["attention"].status() == plan(decoder).steps["experts"].status() == "planned"
     fewer = AutoModelForCausalLM.from_pretrained(tmp_path / "stored", num_hidden_layers=2)
     assert len(fewer.model.layers) == 2
 

@@ -8,7 +8,8 @@ import time
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from processors import Broken, Slow, processing
+from transformers import LogitsProcessor, StoppingCriteria
 
 from deepseek_accel import AccelError, CacheFullError, KVCache, models, optimize, report, restore
 from deepseek_accel.cache import Window
@@ -66,18 +67,6 @@ def expect_empty(engine):
     assert facts["pages_in_use"] == facts["pages_kept"]
 
 
-class Slow(LogitsProcessor):
-    """Lets others go first: waits for an event once."""
-
-    def __init__(self):
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    def __call__(self, input_ids, scores):
-        self.reached.set()
-        assert self.go.wait(30)
-        return scores
-
-
 # --- the same tokens as alone
 
 
@@ -113,7 +102,7 @@ def test_a_prompt_longer_than_a_piece_is_cut_and_others_are_not_held_up():
     long, short = prompts(1, 2)[0] * 300, [5, 6, 7]
     with Engine(model, prefill_tokens=32) as engine:
         gate = Slow()
-        first = engine.submit(short, max_new_tokens=60, logits_processor=LogitsProcessorList([gate]))
+        first = engine.submit(short, max_new_tokens=60, **processing(gate))
         assert gate.reached.wait(30)  # it runs
         second = engine.submit(long, max_new_tokens=4, do_sample=False)
         gate.go.set()
@@ -279,7 +268,7 @@ def test_prefixes_are_computed_once():
 def test_the_same_prompt_many_times_at_once_is_computed_once():
     model, shared, gate = tiny(), prompts(1, 2, seed=20)[0] * 100, Slow()
     with Engine(model, prefill_tokens=32) as engine:
-        first = engine.submit([3], max_new_tokens=20, logits_processor=LogitsProcessorList([gate]))
+        first = engine.submit([3], max_new_tokens=20, **processing(gate))
         assert gate.reached.wait(30)
         requests = [engine.submit(shared, max_new_tokens=4, do_sample=False) for _ in range(5)]
         requests.append(engine.submit(shared[:50] + [9] * 30, max_new_tokens=4, do_sample=False))
@@ -303,17 +292,6 @@ def test_pages_of_other_weights_are_not_used():
 
 
 # --- what goes wrong in one request stays there
-
-
-class Broken(LogitsProcessor):
-    def __init__(self, after):
-        self.left = after
-
-    def __call__(self, input_ids, scores):
-        self.left -= 1
-        if self.left < 0:
-            raise RuntimeError("injected")
-        return scores
 
 
 class BrokenStreamer:
@@ -363,11 +341,11 @@ def test_injected_failures_reach_only_their_request():
     streamer = BrokenStreamer()
     options = [
         {},
-        {"logits_processor": LogitsProcessorList([Broken(2)])},
+        processing(Broken(2)),
         {"streamer": streamer},
         {"stopping_criteria": [BrokenCriterion()]},
-        {"logits_processor": LogitsProcessorList([Minus()]), "do_sample": True},
-        {"logits_processor": LogitsProcessorList([Broken(0)])},
+        {**processing(Minus()), "do_sample": True},
+        processing(Broken(0)),
         {},
     ]
     with Engine(model) as engine:
@@ -383,7 +361,7 @@ def test_injected_failures_reach_only_their_request():
     assert streamer.got[0].tolist() == [prompt]
     assert streamer.ended
     with pytest.raises(RuntimeError, match="injected"), Engine(model) as engine:
-        list(engine.submit(prompt, max_new_tokens=4, logits_processor=LogitsProcessorList([Broken(1)])))
+        list(engine.submit(prompt, max_new_tokens=4, **processing(Broken(1))))
 
 
 def test_a_streamer_gets_what_generate_gives_it():
@@ -453,9 +431,7 @@ def test_another_failure_of_a_step_fails_those_who_run_and_the_engine_stays_usab
                 raise ValueError("injected")
 
             patch.setattr(Compute, "step", bad)
-            first = engine.submit(
-                [3, 4], max_new_tokens=4, do_sample=False, logits_processor=LogitsProcessorList([gate])
-            )
+            first = engine.submit([3, 4], max_new_tokens=4, do_sample=False, **processing(gate))
             assert gate.reached.wait(30)
             gate.go.set()
             assert isinstance(first.result(30).error, ValueError)
@@ -485,9 +461,7 @@ def test_cancelling_at_any_time():
     model = tiny()
     gate = Slow()
     with Engine(model, max_batch=1) as engine:
-        running = engine.submit(
-            [3, 4], max_new_tokens=2400, do_sample=False, logits_processor=LogitsProcessorList([gate])
-        )
+        running = engine.submit([3, 4], max_new_tokens=2400, do_sample=False, **processing(gate))
         assert gate.reached.wait(30)
         waiting = [engine.submit([5], max_new_tokens=3, do_sample=False) for _ in range(3)]
         waiting[1].cancel()
@@ -539,7 +513,7 @@ def test_an_engine_that_nobody_has_ends_its_thread():
 def test_results_time_out_and_requests_go_on():
     gate = Slow()
     with Engine(tiny()) as engine:
-        request = engine.submit([3], max_new_tokens=2, logits_processor=LogitsProcessorList([gate]))
+        request = engine.submit([3], max_new_tokens=2, **processing(gate))
         with pytest.raises(TimeoutError, match="goes on"):
             request.result(0.05)
         assert not request.done
@@ -550,7 +524,7 @@ def test_results_time_out_and_requests_go_on():
 def test_max_waiting():
     gate = Slow()
     with Engine(tiny(), max_batch=1, max_waiting=2) as engine:
-        first = engine.submit([3], max_new_tokens=2, logits_processor=LogitsProcessorList([gate]))
+        first = engine.submit([3], max_new_tokens=2, **processing(gate))
         assert gate.reached.wait(30)
         waiting = [engine.submit([4], max_new_tokens=2) for _ in range(2)]
         with pytest.raises(AccelError, match="max_waiting"):

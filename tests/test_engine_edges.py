@@ -1,5 +1,6 @@
 """The engine at its edges: what others do on its thread, what changes under it, and what it keeps."""
 
+import asyncio
 import functools
 import threading
 import time
@@ -7,7 +8,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from processors import processing
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from deepseek_accel import AccelError, models, optimize, restore
 from deepseek_accel.engine import Engine, engine, loop, rows, settings
@@ -46,7 +48,7 @@ class Calls(LogitsProcessor, StoppingCriteria):
 
 
 def processor(act):
-    return {"logits_processor": LogitsProcessorList([Calls(act)])}
+    return processing(Calls(act))
 
 
 # --- nobody's code ends the engine's thread
@@ -310,6 +312,42 @@ def test_a_stream_that_nobody_reads_is_cancelled():
     assert [result.finish_reason for result in ended] == ["cancelled"]
 
 
+class Reciting(LogitsProcessor):
+    """Chooses these tokens, then fails."""
+
+    def __init__(self, tokens):
+        self.tokens = iter(tokens)
+
+    def __call__(self, input_ids, scores):
+        if (token := next(self.tokens, None)) is None:
+            raise RuntimeError("injected")
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
+
+
+def test_streams_hand_out_what_they_held_back_and_then_the_error():
+    model, tokenizer = models.load_tiny(dtype=torch.float32)
+    ids = tokenizer("x €", add_special_tokens=False)["input_ids"][:-1]
+    said = tokenizer.decode(ids)
+    assert said.endswith("\N{REPLACEMENT CHARACTER}")  # within a character
+
+    def options():
+        return {"max_new_tokens": 50, **processing(Reciting(ids))}
+
+    async def read(engine, pieces):
+        async for piece in engine.astream("def", **options()):
+            pieces.append(piece)
+
+    with Engine(optimize(model), tokenizer) as engine:
+        for run in (
+            lambda pieces: pieces.extend(engine.stream("def", **options())),
+            lambda pieces: asyncio.run(read(engine, pieces)),
+        ):
+            pieces = []
+            with pytest.raises(RuntimeError, match="injected"):
+                run(pieces)
+            assert "".join(pieces) == said
+
+
 def test_kept_pages_are_bounded_without_a_limit_on_pages():
     model = fresh(reuse_prefix=True, prefix_bytes=100_000)
     with Engine(model) as engine:
@@ -354,7 +392,7 @@ def test_a_prompt_that_waits_for_pages_is_hashed_once(monkeypatch):
         waits = engine.submit([4] * 230, max_new_tokens=3, do_sample=False)  # 15 pages: not beside the other one
         assert waits.result(30).tokens == alone(tiny(), [4] * 230, max_new_tokens=3, do_sample=False)
         assert runs.result(30).times.finished < waits.result().times.admitted
-    assert sum(hashed) < 60  # once by itself, and for each time that its pages are kept
+    assert sum(hashed) == (20 + 60 - 1) // 16 + (230 + 3 - 1) // 16  # each page once, the last tokens have no entries
 
 
 def test_longer_than_the_models_positions_is_said_once(caplog):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from processors import Broken, processing
 
 from deepseek_accel import optimize
 from deepseek_accel.engine import Engine
@@ -14,17 +14,6 @@ from deepseek_accel.testing import tiny_model
 
 NUM_REQUESTS = 2000
 LONGEST = 60
-
-
-class Broken(LogitsProcessor):
-    def __init__(self, after):
-        self.left = after
-
-    def __call__(self, input_ids, scores):
-        self.left -= 1
-        if self.left < 0:
-            raise RuntimeError("injected")
-        return scores
 
 
 class Watching:
@@ -78,7 +67,7 @@ def test_two_thousand_requests():
                 prompt, length, fate, after = plans[i]
                 options = {"max_new_tokens": length, "do_sample": fate == "drawn"}
                 if fate == "broken":
-                    options["logits_processor"] = LogitsProcessorList([Broken(after)])
+                    options |= processing(Broken(after))
                 requests[i] = engine.submit(prompt, seed=i, **options)
                 if fate == "cancelled" and after % 2:
                     requests[i].cancel()

@@ -200,6 +200,25 @@ def test_another_state_of_the_model_forgets_prefixes():
     assert rows.keys([5] * 50) != keys
 
 
+def test_keys_made_of_another_state_keep_nothing():
+    rows = make_rows(2, max_pages=2)
+    scheduler = Scheduler(2, Watch(None), rows)
+    runs, waits = sequence(0, [1] * (2 * PAGE - 1)), sequence(1, [5] * (2 * PAGE - 1))
+    for each in (runs, waits):
+        scheduler.add(each)
+    scheduler.admit(2)
+    assert scheduler.running == [runs]
+    assert waits.keys == rows.keys(waits.tokens)
+    scheduler.finish(runs, "length", keep=False)
+    rows.begin(b"another")
+    scheduler.admit(2)
+    waits.length = waits.goal
+    scheduler.keep_prompt(waits)
+    assert rows.count_kept(rows.keys(waits.tokens)) == 1
+    scheduler.finish(waits, "length")
+    assert len(rows.kept) == 1
+
+
 # --- choosing
 
 

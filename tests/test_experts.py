@@ -239,7 +239,7 @@ def test_tiles_fit_the_chip(capability):
 def interpreted() -> dict[str, bool]:
     """For each case whether the kernels are right. To be run in Triton's interpreter; new tensors hold NaN there."""
     from deepseek_accel.kernels import experts as kernel
-    from deepseek_accel.kernels import experts_pairs, experts_tiles, experts_tma
+    from deepseek_accel.kernels import experts_order, experts_pairs, experts_tiles, experts_tma
 
     results = {}
 
@@ -322,7 +322,7 @@ def interpreted() -> dict[str, bool]:
     order = torch.full((100,), 10**6, dtype=torch.int32)
     num_tiles = 100 // 16 + 10
     tiles = torch.full((3, num_tiles), 10**6, dtype=torch.int32)
-    experts_tiles.sort_kernel[(10,)](
+    experts_order.sort_kernel[(10,)](
         indices, order, tiles, 100, num_tiles, E=10, K=1, SHARED=0, BLOCK_M=16, BLOCK=32, PDL=False
     )
     expected = torch.where(indices >= 0, indices, 10).argsort(stable=True)[:98]

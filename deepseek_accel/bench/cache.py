@@ -15,7 +15,7 @@ from ..versions import cache_argument
 from . import greedy
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .generate import applied, release
-from .measure import seconds
+from .measure import peak_above_weights, seconds
 from .record import Keep, forget
 from .shapes import Point, Subject, load
 
@@ -119,14 +119,13 @@ def run(
 def _measure(row: Row, subject: Subject, point: Point, options: Options, reuses: bool) -> None:
     model, device = subject.model, subject.model.device
     prompt = subject.prompt(point)
-    cuda = device.type == "cuda"
 
     def generate(ids: torch.Tensor, new_tokens: int) -> Any:
         return greedy.generate(model, ids, new_tokens, return_dict_in_generate=True)
 
     # kernels, graphs; of the prompt that is measured, unless that would be kept
     generate(subject.prompt(point, seed=1), 4)
-    if cuda:
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     first, output = seconds(lambda: generate(prompt, 1), device)
     times = [first]
@@ -146,10 +145,7 @@ def _measure(row: Row, subject: Subject, point: Point, options: Options, reuses:
     itl = statistics.median(steps)
     row.itl_ms, row.tokens_per_second = itl * 1e3, point.batch / itl if itl > 0 else None
     row.bytes_held = int(output[cache_argument()].bytes_held())
-    if cuda:
-        held = [*model.parameters(), *model.buffers()]
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        row.peak_bytes_above_weights = torch.cuda.max_memory_allocated(device) - weights
+    row.peak_bytes_above_weights = peak_above_weights(model)
     if reuses:
         times = []
         for seed in range(2, 4 + options.repeats):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,35 @@ TINY_DRAFT = "tiny-draft"
 GUESSES = 4
 PROMPT = 256
 """Tokens of each prompt."""
+STEPS = 4
+"""Of each draft."""
+
+Step = Callable[[str], None]
 
 
 def run(
     target: str, drafts: Sequence[str], text: str | None, prompts: int, new_tokens: int, device_name: str = "auto",
-    dtype_name: str | None = None,
+    dtype_name: str | None = None, step: Step = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """{"environment", "target", "tokens", "rows"}, the best draft first. What does not fit is a row that says why."""
+    """{"environment", "target", "tokens", "rows"}, the best draft first. What does not fit is a row that says why.
+
+    step: told what is measured next.
+    """
     if prompts < 1 or new_tokens < 2 * MOST_DRAFTS:
         raise AccelError(f"at least one prompt and {2 * MOST_DRAFTS} new tokens are needed to measure")
     device = resolve_device(device_name)
     dtype = resolve_dtype(dtype_name, device)
+    step(f"loading {target}")
     subject = load(target, device, dtype)
     ids = _ids(subject, target, text)
     starts = [i * (len(ids) - PROMPT) // prompts for i in range(prompts)]
     cut = [ids[None, start : start + PROMPT].to(device) for start in starts]
     rows = []
     for name in drafts:
+        step(f"preparing {name}")
         row = _empty(name)
         try:
-            row |= _measure(subject.model, name, cut, new_tokens, device, dtype)
+            row |= _measure(subject.model, name, cut, new_tokens, device, dtype, step)
         except AccelError as error:
             row["detail"] = str(error)
         release(device)
@@ -80,8 +89,9 @@ def _ids(subject: Subject, target: str, text: str | None) -> torch.Tensor:
 
 
 def _measure(
-    model: Any, name: str, prompts: list[torch.Tensor], new_tokens: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, Any]:
+    model: Any, name: str, prompts: list[torch.Tensor], new_tokens: int, device: torch.device, dtype: torch.dtype,
+    step: Step,
+) -> dict[str, Any]:  # fmt: skip
     lossless = OptimizeConfig.lossless().passes
     draft: Any = name
     if name == TINY_DRAFT:
@@ -99,11 +109,13 @@ def _measure(
         if name == "mtp":
             parameters = _size(speculation.source.mtp)
         for number in (1, GUESSES):
+            step(f"{name}, {number} guess(es) a step")
             speculation.num_draft_tokens = number
             speculation.counters.clear()
             for prompt in prompts:
                 greedy.generate(model, prompt, new_tokens)
         pace, counters = speculation.pace, dict(speculation.counters)
+        step(f"{name}, none a step")
         speculation.source, speculation.num_draft_tokens = _Nothing(), 1
         for prompt in prompts[:2]:
             greedy.generate(model, prompt, new_tokens)

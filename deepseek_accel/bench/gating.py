@@ -49,6 +49,9 @@ CALIBRATION_FILES = (
 RANDOM_TOKENS = (4, 1, 1024)
 """Pieces of random tokens that routers of random weights are calibrated on."""
 
+CALIBRATING = ("gradients of the routing weights", "the regression", "its predictions")
+"""The three passes of `calibrate_gates`."""
+
 Step = Callable[[str], None]
 
 
@@ -178,7 +181,9 @@ def quality(
     return result
 
 
-def brute_force(model: Any, sensitivity: GateSensitivity, rows: torch.Tensor) -> tuple[list[float], list[float]]:
+def brute_force(
+    model: Any, sensitivity: GateSensitivity, rows: torch.Tensor, step: Step = lambda text: None
+) -> tuple[list[float], list[float]]:
     """(predicted, measured) change of the loss, in nats a token, of leaving out the expert of one rank in one layer.
 
     All pairs of layer and rank, layer by layer.
@@ -186,6 +191,7 @@ def brute_force(model: Any, sensitivity: GateSensitivity, rows: torch.Tensor) ->
     stock = mean_loss(model, rows)
     measured = []
     for layer in range(sensitivity.num_layers):
+        step(f"leaving out each rank of layer {layer} of {sensitivity.num_layers}")
         for rank in range(sensitivity.top_k):
 
             def change(number: int, weights: torch.Tensor, layer: int = layer, rank: int = rank) -> torch.Tensor:
@@ -226,11 +232,11 @@ def run(options: Options, step: Step = lambda text: None) -> dict[str, Any]:
 
     _need_text(options.model)
     device = resolve_device(options.device)
+    step(f"loading {options.model}")
     subject = load(options.model, device, resolve_dtype(options.dtype, device))
     tokenizer = _tokenizer(options.model)
     if options.sensitivity is None:
-        step("calibrating")
-        sensitivity = calibrate_gates(subject.model, calibration_texts(), tokenizer=tokenizer)
+        sensitivity = calibrated(subject.model, calibration_texts(), step, tokenizer)
     else:
         sensitivity = GateSensitivity.load(options.sensitivity)
     rows = windows(models.heldout_documents(), tokenizer)
@@ -242,14 +248,25 @@ def run(options: Options, step: Step = lambda text: None) -> dict[str, Any]:
         "rows": [asdict(row) for row in quality(subject.model, sensitivity, rows, options.targets, step)],
     }
     if options.brute_force:
-        step("leaving out one rank of one layer at a time")
-        predicted, measured = brute_force(subject.model, sensitivity, rows)
+        predicted, measured = brute_force(subject.model, sensitivity, rows, step)
         result["brute_force"] = {
             "predicted_nats": predicted,
             "measured_nats": measured,
             "correlation": correlation(predicted, measured),
         }
     return result
+
+
+def calibrated(model: Any, data: Sequence[Any], step: Step, tokenizer: Any = None) -> GateSensitivity:
+    """`calibrate_gates`, each of whose passes is a step."""
+
+    def tell(done: int, total: int) -> None:
+        number, begins = divmod(done * len(CALIBRATING), total)
+        if not begins and done < total:
+            step(f"calibrating: {CALIBRATING[number]}")
+
+    tell(0, 1)
+    return calibrate_gates(model, data, tokenizer=tokenizer, progress=tell)
 
 
 def variants(model: Any, names: Sequence[str], others: Any) -> dict[str, Any]:
@@ -334,5 +351,4 @@ def calibrate_directory(
         if room < 2:
             break
         taken.append(piece[:, :room])
-    step("calibrating")
-    return calibrate_gates(model, taken)
+    return calibrated(model, taken, step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,111 +21,17 @@ from ..config import OptimizeConfig
 from ..errors import AccelError
 from ..ops.adaptive_topk import BATCH_TOKENS
 from ..passes.adaptive_topk import AdaptiveTopK, droppings
-from ..passes.mixed_precision import MixedPrecision, packed_bytes
+from ..passes.mixed_precision import MixedPrecision
 from . import gating, greedy, peers, soak
 from .accuracy import CHECKED_TOKENS, Sample, compare, stock_noise
-from .environment import dtype_name, environment, resolve_device, resolve_dtype
+from .environment import environment, resolve_device, resolve_dtype
 from .floor import cache_of, counted_experts, expected_experts, step_bytes
-from .measure import copy_bandwidth
+from .measure import copy_bandwidth, peak_above_weights
 from .record import Keep, forget
+from .rows import OK, SKIPPED, STOCK, WRONG, Options, Row, by_point, failed_rows, first_line, new_row
 from .shapes import Point, Subject, chosen_config, load, variants
 
-STOCK = "stock"
-OK, WRONG, ERROR, SKIPPED = "ok", "wrong", "error", "skipped"
 Step = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to measure; the arguments of `deepseek-accel bench generate`."""
-
-    model: str
-    points: tuple[Point, ...]
-    new_tokens: int = 64
-    dtype: str | None = None
-    device: str = "auto"
-    passes: str = "all"
-    ablate: bool = False
-    repeats: int = 3
-    skip_stock: bool = False
-    only_stock: bool = False
-    peers: bool = False
-    soak: int = 0
-    """How many calls of mixed batch and length to run after the points; 0 is none."""
-    adaptive: tuple[str, ...] = ()
-    """Variants of `gating.variants` besides: targets of AdaptiveTopK, or "top1", "top2"."""
-    int4: tuple[str, ...] = ()
-    """Also with these targets of MixedPrecision in four bits, rounded to nearest: everything chosen, and the adaptive
-    variants."""
-
-    def __post_init__(self) -> None:
-        if self.new_tokens < 2:
-            raise AccelError(f"new_tokens must be at least 2 to time a step, got {self.new_tokens}")
-        if self.repeats < 1:
-            raise AccelError(f"repeats must be at least 1, got {self.repeats}")
-        if self.soak < 0:
-            raise AccelError(f"soak must be a number of calls, got {self.soak}")
-        if self.skip_stock and self.only_stock:
-            raise AccelError("skip_stock and only_stock leave nothing to measure; give one of them")
-        if self.only_stock and (self.adaptive or self.int4):
-            raise AccelError("only_stock leaves no adaptive or int4 variants to measure; give one of them")
-
-    def configs(self) -> dict[str, Any]:
-        """Variant -> OptimizeConfig, None for stock."""
-        ours = {} if self.only_stock else variants(self.passes, ablate=self.ablate)
-        return ({} if self.skip_stock else {STOCK: None}) | ours
-
-
-@dataclass
-class Row:
-    """One variant at one point. What was not measured is None."""
-
-    model: str
-    dtype: str
-    batch: int
-    prompt_length: int
-    new_tokens: int
-    variant: str
-    status: str = OK
-    detail: str = ""
-    """What was checked, or why there is no time."""
-    ttft_ms: float | None = None
-    itl_ms: float | None = None
-    tokens_per_second: float | None = None
-    """Of the decode: batch / ITL."""
-    ttft_ratio: float | None = None
-    itl_ratio: float | None = None
-    """Stock's time divided by this one: how many times faster."""
-    weight_bytes: int | None = None
-    """What the model's weights take on the device."""
-    peak_bytes_above_weights: int | None = None
-    """Of the whole call."""
-    prefill_peak_bytes_above_weights: int | None = None
-    """Of a call of one token."""
-    kv_bytes_per_token_and_layer: float | None = None
-    experts_per_step: float | None = None
-    """Distinct routed experts hit per decode step and mixture layer."""
-    experts_per_token: float | None = None
-    """Routed experts that a token kept, per mixture layer, where a pass drops some."""
-    floor_ms: float | None = None
-    """Bytes a decode step must read, at the device's copy bandwidth."""
-    floor_ratio: float | None = None
-    """itl_ms / floor_ms: how many times the floor."""
-    first_tokens: list[int] | None = None
-    """Stock's first new token of each sequence."""
-    accuracy: dict[str, Any] | None = None
-    traceback: str | None = None
-
-    def fail(self, error: BaseException) -> None:
-        self.status, self.detail = ERROR, _first_line(error)
-        self.traceback = "".join(traceback.format_exception(error))
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    text = (str(error).strip().splitlines() or [""])[0]
-    return text if isinstance(error, AccelError) else f"{type(error).__name__}: {text}"
 
 
 @dataclass
@@ -139,8 +44,8 @@ class Times:
     """Seconds from the first token to the last."""
     tokens: list[torch.Tensor] = field(default_factory=list)
     gating: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: int = 0
-    prefill_peak_bytes: int = 0
+    peak_bytes: int | None = None
+    prefill_peak_bytes: int | None = None
 
 
 class PointRun:
@@ -155,7 +60,7 @@ class PointRun:
         dtype = self.model.dtype
         self.exact = dtype == torch.float32
         self.prompt = subject.prompt(point)
-        self.rows = {name: _row(options, point, name, dtype) for name in configs}
+        self.rows = {name: new_row(options, point, name, dtype) for name in configs}
         self.times = {name: Times() for name in configs}
         self.stock: Sample | None = None
         self.noise: torch.Tensor | None = None
@@ -238,13 +143,12 @@ class PointRun:
 
     def _time(self, times: Times, repeats: int) -> None:
         model, prompt, count = self.model, self.prompt, self.options.new_tokens
-        cuda = self.device.type == "cuda"
-        if cuda:
+        if self.device.type == "cuda":
             greedy.generate(model, prompt, min(4, count))
             greedy.timed(model, prompt, 2)  # kernels of calls that go on from a cache
             torch.cuda.reset_peak_memory_stats(self.device)
             greedy.generate(model, prompt, 1)
-            times.prefill_peak_bytes = self._peak_above_weights()
+            times.prefill_peak_bytes = peak_above_weights(model)
             torch.cuda.reset_peak_memory_stats(self.device)
         for _ in range(repeats):
             first, rest, output = greedy.timed(model, prompt, count)
@@ -252,12 +156,7 @@ class PointRun:
             times.first.append(first)
             times.rest.append(rest)
             times.tokens.append(output[:, prompt.shape[1] :].cpu())
-        if cuda:
-            times.peak_bytes = self._peak_above_weights()
-
-    def _peak_above_weights(self) -> int:
-        held = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers())) + packed_bytes(self.model)
-        return torch.cuda.max_memory_allocated(self.device) - held
+        times.peak_bytes = peak_above_weights(model)
 
     def _fill(self, name: str) -> None:
         row, times, count = self.rows[name], self.times[name], self.options.new_tokens
@@ -274,9 +173,8 @@ class PointRun:
         itl = statistics.median(times.rest) / (count - 1)
         row.ttft_ms, row.itl_ms = first * 1e3, itl * 1e3
         row.tokens_per_second = self.point.batch / itl if itl > 0 else None
-        if self.device.type == "cuda":
-            row.peak_bytes_above_weights = times.peak_bytes
-            row.prefill_peak_bytes_above_weights = times.prefill_peak_bytes
+        row.peak_bytes_above_weights = times.peak_bytes
+        row.prefill_peak_bytes_above_weights = times.prefill_peak_bytes
         row.experts_per_token = times.gating.get("experts_per_token")
         row.experts_per_step = self.experts
         counts_prompt = 1 < self.prompt.numel() <= BATCH_TOKENS  # such a prompt is one of the steps that were counted
@@ -340,18 +238,6 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _row(options: Options, point: Point, variant: str, dtype: Any) -> Row:
-    return Row(options.model, dtype_name(dtype), point.batch, point.prompt_length, options.new_tokens, variant)
-
-
-def failed_rows(options: Options, configs: Sequence[str], error: BaseException) -> list[Row]:
-    """Rows that say why the whole model could not be measured."""
-    rows = [_row(options, point, name, options.dtype or "-") for point in options.points for name in configs]
-    for row in rows:
-        row.fail(error)
-    return rows
-
-
 def run(
     options: Options, step: Step = lambda text: None, subject: Subject | None = None, keep: Keep = forget
 ) -> dict[str, Any]:
@@ -390,7 +276,7 @@ def run(
     soaked = soak_optimized(subject, options, step) if options.soak else None
     if options.peers:
         step("vLLM on the same weights")
-        rows = with_peers(rows, subject, options)
+        rows = peers.with_peers(rows, subject, options)
     return _result(device, rows) | ({} if soaked is None else {"soak": soaked})
 
 
@@ -425,63 +311,15 @@ def _has_adaptive(config: OptimizeConfig) -> bool:
     return any(isinstance(p, AdaptiveTopK) for p in config.passes)
 
 
-def by_point(rows: Sequence[Row], points: Sequence[Point]) -> list[Row]:
-    """The rows of the first point, in their order, then those of the next."""
-    sizes = [(point.batch, point.prompt_length) for point in points]
-    return sorted(rows, key=lambda row: sizes.index((row.batch, row.prompt_length)))
-
-
 def soak_optimized(subject: Subject, options: Options, step: Step) -> dict[str, Any]:
     """`soak.run` on the model with every chosen pass, or why it stopped."""
     try:
         with applied(subject.model, variants(options.passes, ablate=False).popitem()[1]):
             return soak.run(subject, options.points, options.new_tokens, options.soak, step)
     except Exception as error:
-        return {"calls": options.soak, "error": _first_line(error)}
+        return {"calls": options.soak, "error": first_line(error)}
     finally:
         release(subject.model.device)
-
-
-def with_peers(rows: Sequence[Row], subject: Subject, options: Options) -> list[Row]:
-    """`rows` with one of vLLM after those of each point. What it could not measure says why."""
-    ours = [_row(options, point, peers.VLLM, subject.model.dtype) for point in options.points]
-    result: dict[str, Any] = {"points": [{} for _ in ours]}
-    if not peers.is_installed():
-        for row in ours:
-            row.status, row.detail = SKIPPED, peers.SKIPPED
-    else:
-        try:
-            result = peers.measure(subject, options.points, options.new_tokens, options.repeats)
-        except Exception as error:
-            for row in ours:
-                row.fail(error)
-    merged: list[Row] = []
-    for row, measured in zip(ours, result["points"], strict=True):
-        same = [other for other in rows if (other.batch, other.prompt_length) == (row.batch, row.prompt_length)]
-        if "error" in measured:
-            row.status, row.detail = ERROR, measured["error"]
-        elif measured:
-            _fill_peer(row, same, measured)
-            row.variant = f"{peers.VLLM} {result['version']}"
-        merged += [*same, row]
-    return merged
-
-
-def _fill_peer(row: Row, same_point: Sequence[Row], measured: dict[str, Any]) -> None:
-    row.ttft_ms, row.itl_ms = measured["ttft_ms"], measured["itl_ms"]
-    row.detail = "not checked"
-    row.tokens_per_second = row.batch / row.itl_ms * 1e3 if row.itl_ms > 0 else None
-    for other in same_point:
-        row.floor_ms = row.floor_ms or other.floor_ms
-        row.experts_per_step = row.experts_per_step or other.experts_per_step
-        if other.variant == STOCK and other.ttft_ms and other.itl_ms:
-            row.ttft_ratio = other.ttft_ms / row.ttft_ms
-            row.itl_ratio = other.itl_ms / row.itl_ms if row.itl_ms > 0 else None
-        if (expected := other.first_tokens) is not None:
-            got = [tokens[0] for tokens in measured["tokens"]]
-            equal = sum(a == b for a, b in zip(got, expected, strict=True))
-            row.detail = f"first token as stock's in {equal} of {len(expected)} rows"
-    row.floor_ratio = row.itl_ms / row.floor_ms if row.floor_ms else None
 
 
 def _result(device: torch.device, rows: list[Row]) -> dict[str, Any]:

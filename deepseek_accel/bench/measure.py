@@ -1,4 +1,4 @@
-"""Clocks, and the speed limit everything is held against: the measured copy bandwidth of the device."""
+"""Clocks, peak memory, and the speed limit everything is held against: the measured copy bandwidth of the device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from ..passes.mixed_precision import packed_bytes
 
 COPY_BYTES = {"cuda": 1 << 31, "cpu": 1 << 27}
 DEFAULT_L2_BYTES = 64 << 20
@@ -37,6 +39,15 @@ def copy_bandwidth(device: torch.device) -> float:
     copies = 5
     times = [seconds(lambda: [target.copy_(source) for _ in range(copies)], device)[0] for _ in range(7)]
     return 2 * copies * source.numel() / statistics.median(times)
+
+
+def peak_above_weights(model: Any) -> int | None:
+    """The most bytes that were allocated on the model's device since `torch.cuda.reset_peak_memory_stats`, without what
+    its weights take, packed ones included; None if that is not a GPU."""
+    if model.device.type != "cuda":
+        return None
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) + packed_bytes(model)
+    return torch.cuda.max_memory_allocated(model.device) - held
 
 
 def l2_bytes(device: torch.device) -> int:

@@ -13,10 +13,11 @@ from ..errors import AccelError
 from ..testing import relative_error
 from . import int4_cases, op_cases
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
-from .generate import ERROR, OK, WRONG, release
+from .generate import release
 from .measure import call_seconds, copy_bandwidth, median_seconds
 from .op_cases import Case, Shape
 from .record import Keep, forget
+from .rows import ERROR, OK, WRONG
 
 OPS = (*op_cases.OPS, *int4_cases.OPS)
 

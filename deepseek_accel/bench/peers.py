@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AccelError
+from .rows import ERROR, SKIPPED, STOCK, Options, Row, new_row
 from .shapes import Point, Subject
 
 VLLM = "vllm"
-SKIPPED = "vLLM is not installed: skipped"
+MISSING = "vLLM is not installed: skipped"
 TIMEOUT_SECONDS = 1800
 MEMORY_FRACTION = 0.85
 """Of the whole device, weights and cache together."""
@@ -35,6 +36,48 @@ MEMORY_FRACTION = 0.85
 
 def is_installed() -> bool:
     return importlib.util.find_spec(VLLM) is not None
+
+
+def with_peers(rows: Sequence[Row], subject: Subject, options: Options) -> list[Row]:
+    """`rows` with one of vLLM after those of each point. What it could not measure says why."""
+    ours = [new_row(options, point, VLLM, subject.model.dtype) for point in options.points]
+    result: dict[str, Any] = {"points": [{} for _ in ours]}
+    if not is_installed():
+        for row in ours:
+            row.status, row.detail = SKIPPED, MISSING
+    else:
+        try:
+            result = measure(subject, options.points, options.new_tokens, options.repeats)
+        except Exception as error:
+            for row in ours:
+                row.fail(error)
+    merged: list[Row] = []
+    for row, measured in zip(ours, result["points"], strict=True):
+        same = [other for other in rows if (other.batch, other.prompt_length) == (row.batch, row.prompt_length)]
+        if "error" in measured:
+            row.status, row.detail = ERROR, measured["error"]
+        elif measured:
+            _fill_peer(row, same, measured)
+            row.variant = f"{VLLM} {result['version']}"
+        merged += [*same, row]
+    return merged
+
+
+def _fill_peer(row: Row, same_point: Sequence[Row], measured: dict[str, Any]) -> None:
+    row.ttft_ms, row.itl_ms = measured["ttft_ms"], measured["itl_ms"]
+    row.detail = "not checked"
+    row.tokens_per_second = row.batch / row.itl_ms * 1e3 if row.itl_ms > 0 else None
+    for other in same_point:
+        row.floor_ms = row.floor_ms or other.floor_ms
+        row.experts_per_step = row.experts_per_step or other.experts_per_step
+        if other.variant == STOCK and other.ttft_ms and other.itl_ms:
+            row.ttft_ratio = other.ttft_ms / row.ttft_ms
+            row.itl_ratio = other.itl_ms / row.itl_ms if row.itl_ms > 0 else None
+        if (expected := other.first_tokens) is not None:
+            got = [tokens[0] for tokens in measured["tokens"]]
+            equal = sum(a == b for a, b in zip(got, expected, strict=True))
+            row.detail = f"first token as stock's in {equal} of {len(expected)} rows"
+    row.floor_ratio = row.itl_ms / row.floor_ms if row.floor_ms else None
 
 
 def engine_options(directory: str, dtype: str, points: Sequence[Point], new_tokens: int) -> dict[str, Any]:

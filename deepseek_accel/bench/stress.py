@@ -22,9 +22,11 @@ from . import greedy, latency_fit, static_batch, studies
 from .accuracy import CLOSE_CHOICE
 from .drive import Answer, Job, LostError, Watch, closed_loop, open_loop
 from .environment import dtype_name, environment, resolve_device, resolve_dtype
-from .generate import ERROR, OK, WRONG, applied, release
+from .generate import applied, release
 from .loads import Ask, Mix, gathered, poisson
+from .measure import peak_above_weights
 from .record import Keep, forget
+from .rows import ERROR, OK, WRONG
 from .shapes import Point, Subject, load
 
 CLOSED, OPEN, NONE = latency_fit.CLOSED, latency_fit.OPEN, "none"
@@ -210,10 +212,7 @@ class PointRun:
         fill(row, answers)
         row.preemptions, row.decoding_rows = watch.preemptions, watch.decoding_rows()
         row.pages_peak = watch.pages_peak()
-        if device.type == "cuda":
-            held = [*self.subject.model.parameters(), *self.subject.model.buffers()]
-            weights = sum(tensor.numel() * tensor.element_size() for tensor in held)
-            row.peak_bytes_above_weights = torch.cuda.max_memory_allocated(device) - weights
+        row.peak_bytes_above_weights = peak_above_weights(self.subject.model)
         if lost:
             row.status, row.detail = WRONG, lost
             return

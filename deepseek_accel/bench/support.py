@@ -32,7 +32,7 @@ def support_table() -> str:
         cells = []
         for step in steps.values():
             reasons = sorted({skip.why for skip in step.skips})
-            cells.append("; ".join(reasons) if reasons and not step.edits else step.status)
+            cells.append("; ".join(reasons) if reasons and not step.edits else step.status("applied"))
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -23,7 +23,10 @@ def console(*, stderr: bool = False) -> Any:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function to call with what is done next. A bar on a terminal, else one line each; both on stderr."""
+    """A function to call with what is done next. A bar on a terminal, else one line each; both on stderr.
+
+    total: how many times it will be called, or a guess: with more the bar grows.
+    """
     if not sys.stderr.isatty():
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
@@ -32,12 +35,12 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
-        started = False
+        begun = 0
 
         def step(text: str) -> None:
-            nonlocal started
-            bar.update(task, description=text, advance=int(started))
-            started = True
+            nonlocal begun
+            begun += 1
+            bar.update(task, description=text, completed=begun - 1, total=max(total, begun))
 
         yield step
 

@@ -46,13 +46,14 @@ def add_commands(benches: Any) -> None:
 def bench_generate(arguments: argparse.Namespace) -> int:
     from ..bench import generate, tables
     from ..bench.environment import resolve_device
+    from ..bench.rows import Options
     from ..bench.shapes import Point
 
     if arguments.png:
         tables.require_pyplot()
     gpu = _is_gpu(resolve_device, arguments.device)
     points = arguments.points or ("1x1024,8x1024,32x1024,128x1024,1x8192,1x32768" if gpu else "1x64,1x2048")
-    options = generate.Options(
+    options = Options(
         model=arguments.model or ("v2-lite" if gpu else "tiny"),
         points=Point.parse_list(points),
         new_tokens=arguments.new_tokens,
@@ -121,7 +122,8 @@ def bench_gating(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         brute_force=arguments.brute_force,
     )
-    with tables.progress(2 + 4 * len(targets)) as step:
+    calibrating = len(gating.CALIBRATING) * (arguments.sensitivity is None)
+    with tables.progress(2 + calibrating + 4 * len(targets)) as step:
         result = gating.run(options, step)
     result["command"] = arguments.command_line
     write(arguments, result, tables.write_gating_png)

@@ -211,7 +211,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
     if not Path(arguments.out).absolute().parent.is_dir():
         raise AccelError(f"cannot write {arguments.out!r}: there is no such directory")
-    with tables.progress(3) as step:
+    with tables.progress(1 + len(gating.CALIBRATING)) as step:
         found = gating.calibrate_directory(
             arguments.model_dir, arguments.text, arguments.device, arguments.dtype, arguments.max_tokens, step
         )
@@ -228,10 +228,11 @@ def drafts(arguments: argparse.Namespace) -> int:
     from ..bench import drafts as ranking
     from ..bench import tables
 
-    result = ranking.run(
-        arguments.target, arguments.drafts, arguments.text, arguments.prompts, arguments.new_tokens, arguments.device,
-        arguments.dtype,
-    )  # fmt: skip
+    with tables.progress(1 + ranking.STEPS * len(arguments.drafts)) as step:
+        result = ranking.run(
+            arguments.target, arguments.drafts, arguments.text, arguments.prompts, arguments.new_tokens,
+            arguments.device, arguments.dtype, step,
+        )  # fmt: skip
     print(tables.to_json(result)) if arguments.json else tables.console().print(tables.drafts_table(result))
     return 0 if any(row["acceptance"] is not None for row in result["rows"]) else 1
 

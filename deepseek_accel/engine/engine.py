@@ -227,9 +227,14 @@ class Engine:
                 yield from request
                 return
             text = IncrementalText(self.tokenizer)
-            for token in request:
-                if piece := text.put([token]):
+            try:
+                for token in request:
+                    if piece := text.put([token]):
+                        yield piece
+            except Exception:
+                if piece := text.end():  # of the tokens that came before
                     yield piece
+                raise
             if piece := text.end():
                 yield piece
         finally:

@@ -153,7 +153,7 @@ class Scheduler:
         rows, row, tokens = self.pages, self._free[-1], sequence.tokens
         found = 0
         if rows.keeps:
-            keys = self._keys(sequence)
+            keys = self._keys(sequence, len(tokens) - 1)  # the last one is always computed
             found = rows.count_kept(keys)
             if found < len(keys) and keys[found] in self._computing():
                 return False  # what somebody is computing now need not be computed twice
@@ -167,17 +167,19 @@ class Scheduler:
         sequence.length = found * rows.page_size
         return True
 
-    def _keys(self, sequence: Sequence) -> list[bytes]:
-        """Of the full pages before its last token, which is always computed."""
-        rows, tokens = self.pages, sequence.tokens
-        known = sequence.keys if sequence.root == rows.root else []
-        if sequence.root != rows.root or len(known) < len(tokens) // rows.page_size:
-            sequence.keys, sequence.root = rows.keys(tokens, known), rows.root
-        return sequence.keys[: (len(tokens) - 1) // rows.page_size]
+    def _keys(self, sequence: Sequence, tokens: int) -> list[bytes]:
+        """Of the full pages of its first `tokens` tokens, as many as are known. None is made twice."""
+        rows = self.pages
+        count = min(tokens, len(sequence.tokens)) // rows.page_size
+        if sequence.root != rows.root:
+            sequence.keys, sequence.root = [], rows.root
+        if len(sequence.keys) < count:
+            sequence.keys = rows.keys(sequence.tokens[: count * rows.page_size], sequence.keys)
+        return sequence.keys[:count]
 
     def _computing(self) -> set[bytes]:
         """Keys of the prompts that are being computed; their pages are kept at the end."""
-        return {key for each in self.running if each.is_prompt for key in self._keys(each)}
+        return {key for each in self.running if each.is_prompt for key in self._keys(each, each.goal - 1)}
 
     def _enter(self, sequence: Sequence) -> None:
         del self.waiting[sequence.request.id]
@@ -235,12 +237,11 @@ class Scheduler:
     def keep_prompt(self, sequence: Sequence) -> None:
         """Its prompt is computed: others that begin alike need not wait for its end."""
         if self.pages.keeps:
-            self.pages.keep(sequence.row, self.pages.keys(sequence.tokens[: sequence.length]))
+            self.pages.keep(sequence.row, self._keys(sequence, sequence.length))
 
     def _leave(self, sequence: Sequence, *, keep: bool) -> None:
         if keep and self.pages.keeps:
-            complete = sequence.tokens[: sequence.length]
-            self.pages.keep(sequence.row, self.pages.keys(complete))
+            self.pages.keep(sequence.row, self._keys(sequence, sequence.length))
         self.pages.give_back(sequence.row)
         self.running.remove(sequence)
         self._free.append(sequence.row)

@@ -1,12 +1,11 @@
 """Experts for many tokens: pairs of token and expert sorted by expert, then tensor cores tile by tile.
 
-  1. `sort_kernel`          pairs in order of their expert, and which expert and rows each tile has
+  1. `launch_sort`          pairs in order of their expert, and which expert and rows each tile has
   2. `tile_gate_up_kernel`  silu(gate) * up of every pair, in sorted order
   3. `tile_down_kernel`     outputs of every pair, in the original order
-  4. `combine_kernel`       the weighted sum over a token's experts, in order, and the residual
+  4. `launch_combine`       the weighted sum over a token's experts, in order, and the residual
 
-A token's experts are the K chosen ones and then the shared ones, which are experts E, E + 1, ... with weights of their
-own; so a pair is numbered token * (K + SHARED) + slot.
+The first and the last are in `experts_order.py`.
 
 With few rows per expert the weights are what is read. Then a tile holds all rows of an expert, and weights are the
 first operand of the product (SWAP): tensor cores from Hopper on take at least 64 rows there, straight from shared
@@ -20,10 +19,9 @@ import triton
 import triton.language as tl
 
 from . import launching
+from .experts_order import ROW_TILES, launch_combine, launch_sort, tile_of_program
 from .experts_pairs import silu
 from .launching import launch_dependents, wait
-
-GROUP = 8  # row tiles that run beside each other, so that they share a block of weights in the L2
 
 
 @triton.jit
@@ -33,84 +31,6 @@ def _short_chain(sums, part, step):
         sums += part
         part = tl.zeros_like(part)
     return sums, part
-
-
-@triton.jit
-def _expert_of(indices, pair, present, E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr):
-    """The expert of each numbered pair; what is not there or was dropped has one that does not exist."""
-    token, slot = pair // (K + SHARED), pair % (K + SHARED)
-    chosen = tl.load(indices + token * K + slot, mask=present & (slot < K), other=-1)
-    chosen = tl.where((chosen < 0) | (chosen >= E), -1, chosen).to(tl.int32)
-    return tl.where(present & (slot >= K), E + slot - K, chosen)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
-def sort_kernel(
-    indices,  # [T * K]
-    order,  # [pairs] int32: pairs sorted by expert, in each expert by number; dropped ones are left out
-    tiles,  # [3, num_tiles] int32: expert or -1, first row in `order`, row after the last
-    num_pairs,  # T * (K + SHARED)
-    num_tiles,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SHARED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program per expert. Tile numbers need no word between programs: expert e starts at first row // BLOCK_M + e,
-    which leaves each expert enough tiles, and at most one too many. Loops are `while`: the interpreter of Triton 3.6
-    cannot take a range whose end is an argument."""
-    launch_dependents(PDL)
-    expert = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    lower = tl.zeros([BLOCK], tl.int32)
-    equal = tl.zeros([BLOCK], tl.int32)
-    wait(PDL)
-    start = 0
-    while start < num_pairs:
-        ids = _expert_of(indices, start + lane, lane < num_pairs - start, E, K, SHARED)
-        lower += ((ids >= 0) & (ids < expert)).to(tl.int32)
-        equal += (ids == expert).to(tl.int32)
-        start += BLOCK
-    first = tl.sum(lower, 0)
-    count = tl.sum(equal, 0)
-
-    place = first
-    start = 0
-    while start < num_pairs:
-        ids = _expert_of(indices, start + lane, lane < num_pairs - start, E, K, SHARED)
-        mine = ids == expert
-        rank = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(order + place + rank - 1, start + lane, mask=mine)
-        place += tl.sum(mine.to(tl.int32), 0)
-        start += BLOCK
-
-    tile = first // BLOCK_M + expert
-    end = (first + count) // BLOCK_M + expert + 1
-    if expert == E + SHARED - 1:
-        end = num_tiles
-    start = tile
-    while start < end:
-        number = start + lane
-        row = first + (number - tile) * BLOCK_M
-        used = row < first + count
-        here = number < end
-        tl.store(tiles + number, tl.where(used, expert, -1), mask=here)
-        tl.store(tiles + num_tiles + number, row, mask=here)
-        tl.store(tiles + 2 * num_tiles + number, tl.minimum(row + BLOCK_M, first + count), mask=here)
-        start += BLOCK
-
-
-@triton.jit
-def _tile_of_program(num_tiles, N_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """(row tile, column tile): GROUP row tiles at a time share the weights that they read through the L2 cache."""
-    program = tl.program_id(0)
-    group = program // (GROUP * N_TILES)
-    first = group * GROUP
-    size = tl.minimum(num_tiles - first, GROUP)
-    inner = program - first * N_TILES
-    return first + inner % size, inner // size
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -143,7 +63,7 @@ def tile_gate_up_kernel(
     launch_dependents(PDL)
     wait(PDL)
     EVEN: tl.constexpr = D % BLOCK_K == 0
-    tile, column = _tile_of_program(num_tiles, (I + BLOCK_N - 1) // BLOCK_N, GROUP)
+    tile, column = tile_of_program(num_tiles, (I + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert = tl.load(tiles + tile).to(tl.int64)
     if expert < 0:
         return
@@ -227,7 +147,7 @@ def tile_down_kernel(
     launch_dependents(PDL)
     wait(PDL)
     EVEN: tl.constexpr = I % BLOCK_K == 0
-    tile, column = _tile_of_program(num_tiles, (D + BLOCK_N - 1) // BLOCK_N, GROUP)
+    tile, column = tile_of_program(num_tiles, (D + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert = tl.load(tiles + tile).to(tl.int64)
     if expert < 0:
         return
@@ -272,40 +192,6 @@ def tile_down_kernel(
     else:
         pointers = outputs + pair[:, None] * D + outer[None, :]
         tl.store(pointers, result, mask=used[:, None] & inside[None, :])
-
-
-@triton.jit
-def combine_kernel(
-    outputs,  # [T * (K + SHARED), D], contiguous; rows of dropped pairs hold anything
-    indices,  # [T * K]
-    weights,  # [T * K]
-    residual,  # [T, D], contiguous; used if ADD
-    out,  # [T, D], contiguous
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SHARED: tl.constexpr,
-    ADD: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    launch_dependents(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = columns < D
-    total = tl.zeros([BLOCK_D], tl.float32)
-    wait(PDL)
-    row = outputs + token * (K + SHARED) * D + columns
-    for k in tl.static_range(K):
-        expert = tl.load(indices + token * K + k)
-        valid = (expert >= 0) & (expert < E)
-        weight = tl.load(weights + token * K + k, mask=valid, other=0.0).to(tl.float32)
-        total += weight * tl.load(row + k * D, mask=columns < tl.where(valid, D, 0), other=0.0).to(tl.float32)
-    for s in tl.static_range(SHARED):
-        total += tl.load(row + (K + s) * D, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        total += tl.load(residual + token * D + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + token * D + columns, total.to(out.dtype.element_ty), mask=mask)
 
 
 class Tile(NamedTuple):
@@ -377,27 +263,16 @@ def launch(
     num_experts, size, intermediate = down.shape
     shared_gate, shared_up, shared_down = (gate_up, gate_up, down) if shared is None else shared
     num_shared = 0 if shared is None else shared_gate.shape[0] // intermediate
-    num_pairs = num_tokens * (top_k + num_shared)
     element_bytes = hidden.element_size()
     capability = torch.cuda.get_device_capability(hidden.device) if hidden.is_cuda else (8, 0)
     first, second = tiles or choose_tiles(num_tokens * top_k / num_experts, element_bytes, capability)
-    num_tiles = num_pairs // first.rows + num_experts + num_shared
     precision = "ieee" if element_bytes == 4 else "tf32"
     pdl = launching.uses_pdl(hidden.device)
     dependent = {"launch_pdl": True} if pdl else {}
-    order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
-    plan = torch.empty(3, num_tiles, dtype=torch.int32, device=hidden.device)
+    order, plan = launch_sort(indices, num_experts, num_shared, first.rows)
+    num_pairs, num_tiles = len(order), plan.shape[1]
     active = hidden.new_empty(num_pairs, intermediate)
     outputs = hidden.new_empty(num_pairs, size)
-    block = min(4096, max(256, triton.next_power_of_2(num_pairs)))
-    launching.launch(
-        sort_kernel,
-        (num_experts + num_shared,),
-        (indices, order, plan, num_pairs, num_tiles),
-        (num_experts, top_k, num_shared, first.rows, block, pdl),
-        num_warps=8 if block > 1024 else 4,
-        **dependent,
-    )
     sizes = (num_shared, size, intermediate)
     launching.launch(
         tile_gate_up_kernel,
@@ -427,28 +302,20 @@ def launch(
         num_warps=second.warps,
         **dependent,
     )
-    block_d = min(triton.next_power_of_2(size), 1024)
-    launching.launch(
-        combine_kernel,
-        (num_tokens, -(-size // block_d)),
-        (outputs, indices, weights, out if residual is None else residual, out),
-        (num_experts, top_k, num_shared, residual is not None, size, block_d, pdl),
-        num_warps=4,
-        **dependent,
-    )
+    launch_combine(outputs, indices, weights, residual, out, num_experts, num_shared)
 
 
 def _constants(tile: Tile, precision: str) -> tuple[object, ...]:
-    return (tile.rows, tile.columns, tile.inner, tile.stages, tile.swap, GROUP, precision)
+    return (tile.rows, tile.columns, tile.inner, tile.stages, tile.swap, ROW_TILES, precision)
 
 
 def compile_cases() -> list[tuple]:
     """(name, kernel, signature, constexprs, options) for V2-Lite and V3 in bf16, with and without shared experts."""
     types = {
-        **dict.fromkeys(("hidden", "gate_up", "down", "active", "outputs", "out", "residual"), "*bf16"),
+        **dict.fromkeys(("hidden", "gate_up", "down", "active", "outputs"), "*bf16"),
         **dict.fromkeys(("shared_gate", "shared_up", "shared_down"), "*bf16"),
-        **{"weights": "*fp32", "indices": "*i64", "order": "*i32", "tiles": "*i32"},
-        **dict.fromkeys(("hidden_stride", "expert_stride", "row_stride", "num_pairs", "num_tiles"), "i32"),
+        **dict.fromkeys(("order", "tiles"), "*i32"),
+        **dict.fromkeys(("hidden_stride", "expert_stride", "row_stride", "num_tiles"), "i32"),
     }
     cases = []
 
@@ -462,13 +329,11 @@ def compile_cases() -> list[tuple]:
 
     for model, experts, top_k, size, intermediate in (("v2-lite", 64, 6, 2048, 1408), ("v3", 256, 8, 7168, 2048)):
         for shared in (0, 2 if model == "v2-lite" else 1):
-            sizes = {"E": experts, "K": top_k, "D": size, "I": intermediate, "SHARED": shared, "ADD": shared > 0}
+            sizes = {"E": experts, "K": top_k, "D": size, "I": intermediate, "SHARED": shared}
             for capability in (80, 89, 90, 100):
                 options = {"num_stages": 3, "capability": capability}
-                fixed = sizes | {"GROUP": GROUP, "PRECISION": "tf32", "PDL": capability >= 90}
+                fixed = sizes | {"GROUP": ROW_TILES, "PRECISION": "tf32", "PDL": capability >= 90}
                 name = f"{model}-{shared}"
-                add(f"combine-{name}", combine_kernel, fixed | {"BLOCK_D": 1024}, num_warps=4, **options)
-                add(f"sort-{name}", sort_kernel, fixed | {"BLOCK_M": 128, "BLOCK": 4096}, num_warps=8, **options)
                 for rows in (1, 8, 24, 64, 128):
                     tiles = choose_tiles(rows, 2, divmod(capability, 10))
                     for tile, stem, kernel in zip(

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from . import launching
+from .experts_order import launch_combine, launch_sort, tile_of_program
 from .experts_pairs import silu
-from .experts_tiles import _tile_of_program, combine_kernel, sort_kernel
 from .launching import launch_dependents, wait
 from .projection import launch_silu_mul
 
@@ -32,7 +32,6 @@ LEAST_ROWS = 256
 ROWS = 128
 GATE_UP_COLUMNS, DOWN_COLUMNS = 128, 256
 INNER, WARPS, STAGES, GROUP = 64, 8, 4, 32
-SORT_BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -57,7 +56,7 @@ def tma_gate_up_kernel(
     """silu(gate) * up of the rows of one tile; gate and up are two blocks of the same expert. BLOCK_K divides D."""
     launch_dependents(PDL)
     wait(PDL)
-    tile, column = _tile_of_program(num_tiles, (I + BLOCK_N - 1) // BLOCK_N, GROUP)
+    tile, column = tile_of_program(num_tiles, (I + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert = tl.load(tiles + tile)
     if expert < 0:
         return
@@ -99,7 +98,7 @@ def tma_down_kernel(
     """Outputs of the rows of one tile. BLOCK_K divides I."""
     launch_dependents(PDL)
     wait(PDL)
-    tile, column = _tile_of_program(num_tiles, (D + BLOCK_N - 1) // BLOCK_N, GROUP)
+    tile, column = tile_of_program(num_tiles, (D + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert = tl.load(tiles + tile)
     if expert < 0:
         return
@@ -142,30 +141,19 @@ def launch(
     residual: torch.Tensor | None,
 ) -> None:
     """As `experts_tiles.launch`. The sum of shared experts and residual is rounded before routed ones are added."""
-    num_tokens, top_k = indices.shape
+    top_k = indices.shape[1]
     num_experts, size, intermediate = down.shape
-    num_pairs = num_tokens * top_k
-    num_tiles = num_pairs // ROWS + num_experts
     pdl = launching.uses_pdl(hidden.device)
-    dependent = {"launch_pdl": True} if pdl else {}
     if shared is not None:
         gate, up, shared_down = shared
         product = launch_silu_mul(F.linear(hidden, gate), F.linear(hidden, up))
         residual = F.linear(product, shared_down) if residual is None else residual.addmm(product, shared_down.t())
         del product
-    order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
-    plan = torch.empty(3, num_tiles, dtype=torch.int32, device=hidden.device)
+    order, plan = launch_sort(indices, num_experts, 0, ROWS)
+    num_pairs, num_tiles = len(order), plan.shape[1]
     active = hidden.new_empty(num_pairs, intermediate)
     outputs = hidden.new_empty(num_pairs, size)
-    launching.launch(
-        sort_kernel,
-        (num_experts,),
-        (indices, order, plan, num_pairs, num_tiles),
-        (num_experts, top_k, 0, ROWS, SORT_BLOCK, pdl),
-        num_warps=8,
-        **dependent,
-    )
-    options = {"num_warps": WARPS, **dependent}
+    options = {"num_warps": WARPS, **({"launch_pdl": True} if pdl else {})}
     gate_up_rows = TensorDescriptor.from_tensor(gate_up.view(-1, size), [GATE_UP_COLUMNS, INNER])
     launching.launch(
         tma_gate_up_kernel,
@@ -183,15 +171,7 @@ def launch(
         (size, intermediate, ROWS, DOWN_COLUMNS, INNER, STAGES, GROUP, pdl),
         **options,
     )
-    block_d = min(triton.next_power_of_2(size), 1024)
-    launching.launch(
-        combine_kernel,
-        (num_tokens, -(-size // block_d)),
-        (outputs, indices, weights, out if residual is None else residual, out),
-        (num_experts, top_k, 0, residual is not None, size, block_d, pdl),
-        num_warps=4,
-        **dependent,
-    )
+    launch_combine(outputs, indices, weights, residual, out, num_experts, 0)
 
 
 def compile_cases() -> list[tuple]:

@@ -279,6 +279,10 @@ def dequantize_kernel(
     tl.store(out + row[:, None] * K + k[None, :], values, mask=inside & (k < K)[None, :])
 
 
+Packed = tuple[torch.Tensor, torch.Tensor]
+"""Words and groups of an `ops.int4.Int4Weight`."""
+
+
 def group_words(groups: torch.Tensor) -> torch.Tensor:
     """groups [..., G, 2] of `ops.int4.Int4Weight` as integers [..., G] of twice the bits: the scale is the low half."""
     return groups.view(torch.int64 if groups.dtype == torch.float32 else torch.int32).squeeze(-1)

@@ -23,14 +23,14 @@ import triton
 import triton.language as tl
 
 from . import choices, launching
+from .experts_order import ROW_TILES, tile_of_program
 from .experts_pairs import silu
-from .experts_tiles import GROUP as ROW_TILES
-from .experts_tiles import _tile_of_program, combine_kernel, sort_kernel
-from .int4 import group_words
+from .int4 import Packed
+from .int4_forms import DENSE, DOWN, GATE_UP, Product, compile_signature, dense_product, weights_of_expert
+from .int4_forms import launch_experts as launch_mixture
 from .int4_fragments import add_group, gather, load_inputs_of, load_words_of, token_sums
 from .launching import launch_dependents, wait
 
-DENSE, GATE_UP, DOWN = 0, 1, 2
 TOKENS = 8
 """Of one instruction."""
 
@@ -122,12 +122,13 @@ def int4_mma_kernel(
     first_words, first_groups = words.to(tl.int64), groups.to(tl.int64)
     second_words, second_groups = more_words.to(tl.int64), more_groups.to(tl.int64)
     token = lane // 4
-    tile, column = _tile_of_program(num_tiles, COLUMNS, ROW_TILES)
+    tile, column = tile_of_program(num_tiles, COLUMNS, ROW_TILES)
     if FORM == 0:
         end = num_rows
         begin = tile * BLOCK_M
         source = (begin + token).to(tl.int64)
         later = source + 8
+        width, scales_width = WORDS, G
     else:
         wait(PDL)
         expert = tl.load(tiles + tile).to(tl.int64)
@@ -142,27 +143,10 @@ def int4_mma_kernel(
         else:
             source = (begin + token).to(tl.int64)
             later = source + 8
-    more_base, more_scales = second_words, second_groups
-    if FORM == 1:
-        more_base = first_words + (expert * (2 * N) + N) * (WORDS * 4)
-        more_scales = first_groups + (expert * (2 * N) + N) * (G * 4)
-        first_words += expert * (2 * N) * (WORDS * 4)
-        first_groups += expert * (2 * N) * (G * 4)
-        if SHARED:  # noqa: SIM102, one is known when it compiles
-            if expert >= E:
-                first_words = second_words + (expert - E) * N * (WORDS * 4)
-                first_groups = second_groups + (expert - E) * N * (G * 4)
-                more_base = up_words.to(tl.int64) + (expert - E) * N * (WORDS * 4)
-                more_scales = up_groups.to(tl.int64) + (expert - E) * N * (G * 4)
-    width, scales_width = WORDS, G
-    if FORM == 2:
-        first_words += expert * N * (WORDS * 4)
-        first_groups += expert * N * (G * 4)
-        if SHARED:  # noqa: SIM102
-            if expert >= E:  # columns of one weight [N, SHARED * D]
-                first_words = second_words + (expert - E) * (WORDS * 4)
-                first_groups = second_groups + (expert - E) * (G * 4)
-                width, scales_width = SHARED * WORDS, SHARED * G
+        first_words, first_groups, second_words, second_groups, width, scales_width = weights_of_expert(
+            first_words, first_groups, second_words, second_groups, up_words.to(tl.int64), up_groups.to(tl.int64),
+            expert, FORM, E, SHARED, WORDS, G, N, 4,
+        )  # fmt: skip
 
     # Rows past the last read the last: what they compute is not stored.
     row = column * ROWS + lane // 4
@@ -179,7 +163,7 @@ def int4_mma_kernel(
     t1, t2, t3, u0, u1, u2, u3 = t0, t0, t0, t0, t0, t0, t0
     v0, v1, v2, v3, w0, w1, w2, w3 = t0, t0, t0, t0, t0, t0, t0, t0
     offset, valid, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = _fetch(
-        warp, lane, low, high, next_low, next_high, first_words, first_groups, more_base, more_scales, width,
+        warp, lane, low, high, next_low, next_high, first_words, first_groups, second_words, second_groups, width,
         scales_width, GATED, D, GROUP,
     )  # fmt: skip
     wait(PDL)
@@ -189,8 +173,8 @@ def int4_mma_kernel(
             y0, y1, y2, y3, y4, y5, y6, y7 = load_inputs_of(late_inputs + offset * 2, valid & late_used)
         # the weights of the next step are on their way while this one is computed
         offset, valid, c0, c1, c2, c3, c4, c5, d0, d1, d2, d3, d4, d5 = _fetch(
-            (step + 1) * WARPS + warp, lane, low, high, next_low, next_high, first_words, first_groups, more_base,
-            more_scales, width, scales_width, GATED, D, GROUP,
+            (step + 1) * WARPS + warp, lane, low, high, next_low, next_high, first_words, first_groups, second_words,
+            second_groups, width, scales_width, GATED, D, GROUP,
         )  # fmt: skip
         s0, s1 = token_sums(x0, x1, x2, x3, x4, x5, x6, x7, dtype)
         t0, t1, t2, t3 = add_group(
@@ -266,75 +250,21 @@ def choose_program(capability: tuple[int, int], steps: int, dense: bool, gated: 
     return Program(max(1, min(warps, triton.next_power_of_2(steps))))
 
 
-Packed = tuple[torch.Tensor, torch.Tensor]
-"""Words and groups of an `ops.int4.Int4Weight`."""
-
-
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """x [T, K] with rows that begin at multiples of 16 bytes, as they are read."""
     return x.clone(memory_format=torch.contiguous_format) if x.stride(0) % 8 or x.data_ptr() % 16 else x
 
 
-def _launch(
-    form: int,
-    x: torch.Tensor,
-    weights: tuple[Packed, Packed, Packed],
-    out: torch.Tensor,
-    *,
-    size: int,
-    count: int,
-    group_size: int,
-    gated: bool,
-    tiles: int,
-    num_rows: int,
-    num_tiles: int,
-    experts: tuple[int, int, int] = (1, 1, 0),
-    order: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    program: Program | None = None,
-) -> None:
-    """One form of the kernel. weights: `words`, `more_words` and `up_words` with their groups; experts: E, SLOTS,
-    SHARED."""
-    (words, groups), (more_words, more_groups), (up_words, up_groups) = weights
-    columns = -(-count // (16 if gated else 32))
-    program = program or choose_program(x.device, -(-size // 128), form == DENSE, gated)
+def _launch(product: Product, group_size: int, tiles: int, program: Program | None) -> None:
+    columns = -(-product.count // (16 if product.gated else 32))
+    x = product.x
+    program = program or choose_program(x.device, -(-product.size // 128), product.form == DENSE, product.gated)
     pdl = launching.uses_pdl(x.device)
     launching.launch(
         int4_mma_kernel,
-        (columns * num_tiles,),
-        (
-            x,
-            words if order is None else order,
-            words if plan is None else plan,
-            words,
-            group_words(groups),
-            more_words,
-            group_words(more_groups),
-            up_words,
-            group_words(up_groups),
-            x if bias is None else bias,
-            x if residual is None else residual,
-            out,
-            x.stride(0),
-            num_rows,
-            num_tiles,
-        ),
-        (
-            form,
-            gated,
-            bias is not None,
-            residual is not None,
-            *experts,
-            size,
-            count,
-            group_size,
-            tiles,
-            program.warps,
-            ROW_TILES,
-            pdl,
-        ),
+        (columns * product.num_tiles,),
+        product.arguments(),
+        (*product.constants(), group_size, tiles, program.warps, ROW_TILES, pdl),
         num_warps=program.warps,
         **({"launch_pdl": True} if pdl else {}),
     )
@@ -350,18 +280,10 @@ def launch_dense(
     program: Program | None = None,
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] -> [T, N], or with `other` silu(x weight^T) * (x other^T); T not 0."""
-    x = _aligned(x)
-    num_tokens, size = x.shape
-    count = weight[0].shape[0]
-    out = torch.empty(num_tokens, count, dtype=x.dtype, device=x.device)
-    tiles = 1 if num_tokens <= TOKENS else 2
-    second = weight if other is None else other
-    _launch(
-        DENSE, x, (weight, second, second), out, size=size, count=count, group_size=group_size,
-        gated=other is not None, tiles=tiles, num_rows=num_tokens, num_tiles=-(-num_tokens // (TOKENS * tiles)),
-        bias=bias, residual=None if residual is None else residual.contiguous(), program=program,
-    )  # fmt: skip
-    return out
+    tiles = 1 if len(x) <= TOKENS else 2
+    product = dense_product(_aligned(x), weight, other, bias, residual, TOKENS * tiles)
+    _launch(product, group_size, tiles, program)
+    return product.out
 
 
 def launch_experts(
@@ -377,63 +299,19 @@ def launch_experts(
     group_size: int,
     programs: tuple[Program | None, Program | None] = (None, None),
 ) -> None:
-    """Into out [T, D]; the rest as in `ops.int4_experts.int4_mixture`, indices and weights contiguous. Pairs are sorted
-    by expert, in tiles of 8; tiles of 16 were slower at any number of tokens."""
+    """As `int4_forms.launch_experts`, in tiles of 8; tiles of 16 were slower at any number of tokens."""
+
+    def launch(product: Product) -> None:
+        _launch(product, group_size, 1, programs[product.form == DOWN])
+
     hidden = _aligned(hidden)
-    num_tokens, top_k = indices.shape
-    num_experts, size = down[0].shape[:2]
-    gate, up, shared_down = (gate_up, gate_up, down) if shared is None else shared
-    num_shared = 0 if shared is None else gate[0].shape[0] // intermediate
-    num_pairs = num_tokens * (top_k + num_shared)
-    num_tiles = num_pairs // TOKENS + num_experts + num_shared
-    order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
-    plan = torch.empty(3, num_tiles, dtype=torch.int32, device=hidden.device)
-    active = hidden.new_empty(num_pairs, intermediate)
-    outputs = hidden.new_empty(num_pairs, size)
-    pdl = launching.uses_pdl(hidden.device)
-    dependent = {"launch_pdl": True} if pdl else {}
-    block = min(4096, max(256, triton.next_power_of_2(num_pairs)))
-    launching.launch(
-        sort_kernel,
-        (num_experts + num_shared,),
-        (indices, order, plan, num_pairs, num_tiles),
-        (num_experts, top_k, num_shared, TOKENS, block, pdl),
-        num_warps=8 if block > 1024 else 4,
-        **dependent,
-    )
-    both = dict(
-        group_size=group_size, tiles=1, num_rows=num_pairs, num_tiles=num_tiles, order=order, plan=plan,
-        experts=(num_experts, top_k + num_shared, num_shared),
-    )  # fmt: skip
-    _launch(
-        GATE_UP, hidden, (gate_up, gate, up), active, size=size, count=intermediate, gated=True, program=programs[0],
-        **both,
-    )  # fmt: skip
-    _launch(
-        DOWN, active, (down, shared_down, shared_down), outputs, size=intermediate, count=size, gated=False,
-        program=programs[1], **both,
-    )  # fmt: skip
-    block_d = min(triton.next_power_of_2(size), 1024)
-    launching.launch(
-        combine_kernel,
-        (num_tokens, -(-size // block_d)),
-        (outputs, indices, weights, out if residual is None else residual, out),
-        (num_experts, top_k, num_shared, residual is not None, size, block_d, pdl),
-        num_warps=4,
-        **dependent,
-    )
+    launch_mixture(hidden, indices, weights, gate_up, down, out, shared, residual, intermediate, TOKENS, launch)
 
 
 def compile_cases() -> list[tuple]:
     """(name, kernel, signature, constexprs, options) for V2-Lite in bf16: experts and its dense MLP."""
-    numbers = ("x", "bias", "residual", "out")
-    packed = ("words", "groups", "more_words", "more_groups", "up_words", "up_groups")
-    types = dict.fromkeys(numbers, "*bf16") | dict.fromkeys((*packed, "order", "tiles"), "*i32")
-    types |= dict.fromkeys(("x_stride", "num_rows", "num_tiles"), "i32")
     arguments = int4_mma_kernel.arg_names
-    signature = {argument: types.get(argument, "constexpr") for argument in arguments}
-    aligned = [argument for argument in arguments if types.get(argument, "")[:1] == "*" or argument == "x_stride"]
-    attrs = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
+    signature, attrs = compile_signature(int4_mma_kernel)
     cases = []
     for form, name, size, count, tokens in (
         (GATE_UP, "gate_up", 2048, 1408, (1,)),

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import choices, launching
 from .experts_pairs import silu
-from .int4 import group_words
+from .int4 import Packed, group_words
 from .int4_dots import Blocks, block_dots, load_groups, load_words, prefetch_rows, row_dots, row_dots_of_two
 
 
@@ -156,10 +156,6 @@ def choose_gate_up(capability: tuple[int, int], size: int) -> Blocks:
 def choose_down(capability: tuple[int, int], intermediate: int) -> Blocks:
     """Measured as above."""
     return Blocks(8, 512, 4) if intermediate < 2048 else Blocks(8, 256, 2)
-
-
-Packed = tuple[torch.Tensor, torch.Tensor]
-"""Words and groups of an `ops.int4.Int4Weight`."""
 
 
 def launch(

@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 
 from . import choices, launching
+from .experts_order import ROW_TILES, tile_of_program
 from .experts_pairs import silu
-from .experts_tiles import GROUP as ROW_TILES
-from .experts_tiles import _tile_of_program, combine_kernel, sort_kernel
-from .int4 import group_words, weight_tile, words_of_group
+from .int4 import Packed, weight_tile, words_of_group
+from .int4_forms import DENSE, DOWN, GATE_UP, Product, compile_signature, dense_product, weights_of_expert
+from .int4_forms import launch_experts as launch_mixture
 from .launching import launch_dependents, wait
-
-DENSE, GATE_UP, DOWN = 0, 1, 2
 
 
 @triton.jit
@@ -81,19 +80,17 @@ def int4_tiles_kernel(
     WORDS: tl.constexpr = (D + 31) // 32 * 4
     G: tl.constexpr = (D + GROUP - 1) // GROUP
     dtype: tl.constexpr = x.dtype.element_ty
-    tile, column = _tile_of_program(num_tiles, (N + BLOCK_N - 1) // BLOCK_N, ROW_TILES)
+    tile, column = tile_of_program(num_tiles, (N + BLOCK_N - 1) // BLOCK_N, ROW_TILES)
     outer = column * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the last read the last: what they compute is not stored, and a load without a mask is faster.
     safe = tl.minimum(outer, N - 1).to(tl.int64)[:, None]
-    width, scales_width = WORDS, G
     if FORM == 0:
         row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         used = row < num_rows
         source = row.to(tl.int64)
         target = source
-        first, scales = words, groups
-        if GATED:
-            second, second_scales = more_words, more_groups
+        first, scales, second, second_scales = words, groups, more_words, more_groups
+        width, scales_width = WORDS, G
     else:
         expert = tl.load(tiles + tile).to(tl.int64)
         if expert < 0:
@@ -103,20 +100,11 @@ def int4_tiles_kernel(
         pair = tl.load(order + row, mask=used, other=0).to(tl.int64)
         if FORM == 1:
             source, target = pair // SLOTS, row.to(tl.int64)
-            first, scales = words + expert * (2 * N) * WORDS, groups + expert * (2 * N) * G
-            second = first + tl.full([], N, tl.int64) * WORDS
-            second_scales = scales + tl.full([], N, tl.int64) * G
-            if SHARED:  # noqa: SIM102, one is known when it compiles
-                if expert >= E:
-                    first, scales = more_words + (expert - E) * N * WORDS, more_groups + (expert - E) * N * G
-                    second, second_scales = up_words + (expert - E) * N * WORDS, up_groups + (expert - E) * N * G
         else:
             source, target = row.to(tl.int64), pair
-            first, scales = words + expert * N * WORDS, groups + expert * N * G
-            if SHARED:  # noqa: SIM102
-                if expert >= E:  # columns of one weight [N, SHARED * D]: D is a multiple of GROUP then
-                    first, scales = more_words + (expert - E) * (D // 8), more_groups + (expert - E) * (D // GROUP)
-                    width, scales_width = SHARED * WORDS, SHARED * G
+        first, scales, second, second_scales, width, scales_width = weights_of_expert(
+            words, groups, more_words, more_groups, up_words, up_groups, expert, FORM, E, SHARED, WORDS, G, N, 1
+        )
 
     inner = tl.arange(0, BLOCK_K)
     values = x + source[:, None] * x_stride + inner[None, :]
@@ -194,13 +182,22 @@ def rows_of_tile(rows: float, itemsize: int) -> int:
     return 64 if rows <= 64 else 128
 
 
+def _launch(product: Product, group_size: int, tile: Tile) -> None:
+    precision = "ieee" if product.x.element_size() == 4 else "tf32"
+    pdl = launching.uses_pdl(product.x.device)
+    launching.launch(
+        int4_tiles_kernel,
+        (product.num_tiles * -(-product.count // tile.columns),),
+        product.arguments(),
+        (*product.constants(), *_constants(tile, group_size, precision), pdl),
+        num_warps=tile.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+
+
 def _constants(tile: Tile, group_size: int, precision: str) -> tuple[object, ...]:
     inner = 8 * words_of_group(group_size, tile.inner // 8)
     return (group_size, tile.rows, tile.columns, inner, tile.stages, tile.swap, ROW_TILES, precision)
-
-
-Packed = tuple[torch.Tensor, torch.Tensor]
-"""Words and groups of an `ops.int4.Int4Weight`."""
 
 
 def launch_dense(
@@ -213,51 +210,11 @@ def launch_dense(
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] -> [T, N], or with `other` silu(x weight^T) * (x other^T); T not 0."""
-    num_tokens, size = x.shape
-    count = weight[0].shape[0]
-    out = torch.empty(num_tokens, count, dtype=x.dtype, device=x.device)
     gated, itemsize = other is not None, x.element_size()
-    tile = tile or choose_tile(x.device, rows_of_tile(num_tokens, itemsize), gated, itemsize)
-    second = weight if other is None else other
-    num_tiles = -(-num_tokens // tile.rows)
-    pdl = launching.uses_pdl(x.device)
-    launching.launch(
-        int4_tiles_kernel,
-        (num_tiles * -(-count // tile.columns),),
-        (
-            x,
-            weight[0],
-            weight[0],
-            weight[0],
-            group_words(weight[1]),
-            second[0],
-            group_words(second[1]),
-            second[0],
-            group_words(second[1]),
-            x if bias is None else bias,
-            x if residual is None else residual.contiguous(),
-            out,
-            x.stride(0),
-            num_tokens,
-            num_tiles,
-        ),
-        (
-            DENSE,
-            gated,
-            bias is not None,
-            residual is not None,
-            1,
-            1,
-            0,
-            size,
-            count,
-            *_constants(tile, group_size, "ieee" if itemsize == 4 else "tf32"),
-            pdl,
-        ),
-        num_warps=tile.warps,
-        **({"launch_pdl": True} if pdl else {}),
-    )
-    return out
+    tile = tile or choose_tile(x.device, rows_of_tile(len(x), itemsize), gated, itemsize)
+    product = dense_product(x, weight, other, bias, residual, tile.rows)
+    _launch(product, group_size, tile)
+    return product.out
 
 
 def launch_experts(
@@ -273,84 +230,24 @@ def launch_experts(
     group_size: int,
     tiles: tuple[Tile, Tile] | None = None,
 ) -> None:
-    """Into out [T, D]; the rest as in `ops.int4_experts.int4_mixture`, indices and weights contiguous. With shared
-    experts `intermediate` is a multiple of the group size."""
+    """As `int4_forms.launch_experts`. With shared experts `intermediate` is a multiple of the group size."""
     num_tokens, top_k = indices.shape
-    num_experts, size = down[0].shape[:2]
-    gate, up, shared_down = (gate_up, gate_up, down) if shared is None else shared
-    num_shared = 0 if shared is None else gate[0].shape[0] // intermediate
-    slots = top_k + num_shared
-    num_pairs = num_tokens * slots
-    itemsize = hidden.element_size()
-    if tiles is None:
-        rows = rows_of_tile(num_tokens * top_k / num_experts, itemsize)
-        tiles = tuple(choose_tile(hidden.device, rows, gated, itemsize) for gated in (True, False))  # type: ignore[assignment]
-        assert tiles is not None
-    first, second = tiles
-    num_tiles = num_pairs // first.rows + num_experts + num_shared
-    precision = "ieee" if itemsize == 4 else "tf32"
-    pdl = launching.uses_pdl(hidden.device)
-    dependent = {"launch_pdl": True} if pdl else {}
-    order = torch.empty(num_pairs, dtype=torch.int32, device=hidden.device)
-    plan = torch.empty(3, num_tiles, dtype=torch.int32, device=hidden.device)
-    active = hidden.new_empty(num_pairs, intermediate)
-    outputs = hidden.new_empty(num_pairs, size)
-    block = min(4096, max(256, triton.next_power_of_2(num_pairs)))
-    launching.launch(
-        sort_kernel,
-        (num_experts + num_shared,),
-        (indices, order, plan, num_pairs, num_tiles),
-        (num_experts, top_k, num_shared, first.rows, block, pdl),
-        num_warps=8 if block > 1024 else 4,
-        **dependent,
-    )
-    gate_up_weights = (gate_up[0], group_words(gate_up[1]), gate[0], group_words(gate[1]), up[0], group_words(up[1]))
-    down_weights = (down[0], group_words(down[1]), *(shared_down[0], group_words(shared_down[1])) * 2)
-    for form, x, packed, target, inner, columns, tile in (
-        (GATE_UP, hidden, gate_up_weights, active, size, intermediate, first),
-        (DOWN, active, down_weights, outputs, intermediate, size, second),
-    ):
-        launching.launch(
-            int4_tiles_kernel,
-            (num_tiles * -(-columns // tile.columns),),
-            (x, order, plan, *packed, target, target, target, x.stride(0), num_pairs, num_tiles),
-            (
-                form,
-                form == GATE_UP,
-                False,
-                False,
-                num_experts,
-                slots,
-                num_shared,
-                inner,
-                columns,
-                *_constants(tile, group_size, precision),
-                pdl,
-            ),
-            num_warps=tile.warps,
-            **dependent,
-        )
-    block_d = min(triton.next_power_of_2(size), 1024)
-    launching.launch(
-        combine_kernel,
-        (num_tokens, -(-size // block_d)),
-        (outputs, indices, weights, out if residual is None else residual, out),
-        (num_experts, top_k, num_shared, residual is not None, size, block_d, pdl),
-        num_warps=4,
-        **dependent,
+    num_experts, itemsize = len(down[0]), hidden.element_size()
+    rows = rows_of_tile(num_tokens * top_k / num_experts, itemsize)
+    gate_up_tile, down_tile = tiles or [choose_tile(hidden.device, rows, gated, itemsize) for gated in (True, False)]
+
+    def launch(product: Product) -> None:
+        _launch(product, group_size, gate_up_tile if product.form == GATE_UP else down_tile)
+
+    launch_mixture(
+        hidden, indices, weights, gate_up, down, out, shared, residual, intermediate, gate_up_tile.rows, launch
     )
 
 
 def compile_cases() -> list[tuple]:
     """(name, kernel, signature, constexprs, options) for V2-Lite in bf16: experts and its dense MLP."""
-    numbers = ("x", "bias", "residual", "out")
-    packed = ("words", "groups", "more_words", "more_groups", "up_words", "up_groups")
-    types = dict.fromkeys(numbers, "*bf16") | dict.fromkeys((*packed, "order", "tiles"), "*i32")
-    types |= dict.fromkeys(("x_stride", "num_rows", "num_tiles"), "i32")
     arguments = int4_tiles_kernel.arg_names
-    signature = {argument: types.get(argument, "constexpr") for argument in arguments}
-    aligned = [argument for argument in arguments if types.get(argument, "")[:1] == "*" or argument == "x_stride"]
-    attrs = {(arguments.index(argument),): [["tt.divisibility", 16]] for argument in aligned}
+    signature, attrs = compile_signature(int4_tiles_kernel)
     cases = []
     for form, name, size, count, rows in (
         (GATE_UP, "gate_up", 2048, 1408, (16, 128)),

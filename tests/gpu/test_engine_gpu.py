@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from processors import Broken, processing
 
 from deepseek_accel import optimize, report
 from deepseek_accel.engine import Engine
@@ -138,17 +138,6 @@ def test_seeds_do_not_depend_on_the_batch():
     assert [r.tokens for r in together] == [r.tokens for r in single]
 
 
-class Broken(LogitsProcessor):
-    def __init__(self, after):
-        self.left = after
-
-    def __call__(self, input_ids, scores):
-        self.left -= 1
-        if self.left < 0:
-            raise RuntimeError("injected")
-        return scores
-
-
 def test_load_with_cancellations_and_failures():
     model, draw = shared("deepseek_v3", True), random.Random(8)
     kinds = prompts(30, 60, seed=9)
@@ -158,7 +147,7 @@ def test_load_with_cancellations_and_failures():
         plans = []
         for i in range(400):
             kind, length, fate = draw.randrange(30), draw.randrange(1, 31), draw.choice(["", "", "", "cancel", "break"])
-            options = {"logits_processor": LogitsProcessorList([Broken(i % 9)])} if fate == "break" else {}
+            options = processing(Broken(i % 9)) if fate == "break" else {}
             request = engine.submit(kinds[kind], max_new_tokens=length, do_sample=False, **options)
             plans.append((kind, length, fate, request))
             if fate == "cancel" and i % 2:
