@@ -330,6 +330,36 @@ def test_linear_by_mma_interpreted(tokens, size, count, gated):
     assert max(interpret(_interpreted_mma_linear, tokens, size, count, gated)) < 2e-3
 
 
+def _interpreted_mma_several(tokens, size, counts, with_bias):
+    from deepseek_accel.kernels import int4_mma
+
+    weights = [packed(n, size, dtype=torch.float16, group_size=128, seed=i) for i, n in enumerate(counts)]
+    biases = tuple(randn(n, dtype=torch.float16) if i in with_bias else None for i, n in enumerate(counts))
+    x = randn(tokens, size, dtype=torch.float16) / 64
+    errors = []
+    for warps in (1, 2):
+        program = int4_mma.Program(warps)
+        found = int4_mma.launch_several(x, tuple(w.tensors() for w in weights), 128, biases, program)
+        for ours, weight, bias in zip(found, weights, biases, strict=True):
+            assert ours.is_contiguous()
+            exact = int4_linear_reference(x.double(), weight, None if bias is None else bias.double())
+            errors.append(relative_error(ours, exact))
+    assert len(errors) == 2 * len(counts)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "tokens, size, counts, with_bias",
+    [
+        (1, 160, (40, 8, 33), (0, 2)),  # rows of a weight that are no multiple of a program's; one without a bias
+        (11, 128, (32, 64), ()),  # two weights; a second tile of tokens
+        (3, 416, (24, 16, 72), (0, 1, 2)),
+    ],
+)
+def test_several_by_mma_interpreted(tokens, size, counts, with_bias):
+    assert max(interpret(_interpreted_mma_several, tokens, size, counts, with_bias)) < 2e-3
+
+
 def _interpreted_mma_experts(case, num_shared):
     from deepseek_accel.kernels import int4_mma
 

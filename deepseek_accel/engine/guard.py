@@ -236,7 +236,9 @@ def _cuda_bytes(device: Any) -> Callable[[], tuple[int, int]]:
     def read() -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+        # unlike the others it takes no "cuda" without a number
+        index = torch.cuda.current_device() if torch.device(device).index is None else device
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(index)
         return reserved, min(free + reserved, int(total * fraction))
 
     return read

@@ -1,7 +1,8 @@
 """What the two tiled kernels of four-bit weights have in common, `int4_mma.py` and `int4_tiles.py`.
 
-Each serves three products (FORM): gate and up of experts, down of experts, and dense weights. Their arguments up to the
-number of inputs and outputs are the same, and so is what happens around the experts' two.
+Each serves three products (FORM): gate and up of experts, down of experts, and a dense weight; `int4_mma.py` also
+SEVERAL dense weights of one input. Their arguments up to the number of inputs and outputs are the same, and so is what
+happens around the experts' two.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import triton.language as tl
 from .experts_order import launch_combine, launch_sort
 from .int4 import Packed, group_words
 
-DENSE, GATE_UP, DOWN = 0, 1, 2
+DENSE, GATE_UP, DOWN, SEVERAL = 0, 1, 2, 3
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def weights_of_expert(
 @dataclass
 class Product:
     """One launch of either kernel. weights: `words`, `more_words` and `up_words` with their groups; experts: E, SLOTS,
-    SHARED; order, plan: of `launch_sort`, for experts."""
+    SHARED, in SEVERAL the rows of the three weights; order, plan: of `launch_sort`, for experts."""
 
     form: int
     x: torch.Tensor
@@ -147,7 +148,7 @@ def launch_experts(
 def compile_signature(kernel: triton.JITFunction) -> tuple[dict[str, str], dict[str, list]]:
     """What either kernel is compiled for, in bf16: its signature and `attrs`."""
     packed = ("words", "groups", "more_words", "more_groups", "up_words", "up_groups")
-    types = dict.fromkeys(("x", "bias", "residual", "out"), "*bf16") | dict.fromkeys(
+    types = dict.fromkeys(("x", "bias", "more_bias", "up_bias", "residual", "out"), "*bf16") | dict.fromkeys(
         (*packed, "order", "tiles"), "*i32"
     )
     types |= dict.fromkeys(("x_stride", "num_rows", "num_tiles"), "i32")

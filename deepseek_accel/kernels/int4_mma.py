@@ -26,7 +26,7 @@ from . import choices, launching
 from .experts_order import ROW_TILES, tile_of_program
 from .experts_pairs import silu
 from .int4 import Packed
-from .int4_forms import DENSE, DOWN, GATE_UP, Product, compile_signature, dense_product, weights_of_expert
+from .int4_forms import DENSE, DOWN, GATE_UP, SEVERAL, Product, compile_signature, dense_product, weights_of_expert
 from .int4_forms import launch_experts as launch_mixture
 from .int4_fragments import add_group, gather, load_inputs_of, load_words_of, token_sums
 from .launching import launch_dependents, wait
@@ -83,21 +83,23 @@ def int4_mma_kernel(
     tiles,  # [3, num_tiles]
     words,  # [E, N, WORDS], [E, 2N, WORDS] for GATE_UP, or [N, WORDS]; contiguous, as are all that follow
     groups,
-    more_words,  # the shared experts' (gate's), or the up weight of a gated DENSE
+    more_words,  # the shared experts' (gate's), the up weight of a gated DENSE, or the second of SEVERAL
     more_groups,
-    up_words,  # the shared experts' up, for GATE_UP
+    up_words,  # the shared experts' up, for GATE_UP, or the third of SEVERAL
     up_groups,
     bias,  # [N], used if BIAS
     residual,  # [T, N], used if ADD
-    out,  # [rows of the tiles, N]: sorted for GATE_UP, in the original order for DOWN
+    out,  # [rows of the tiles, N]: sorted for GATE_UP, in the original order for DOWN; of SEVERAL one after the other
     x_stride,
     num_rows,
     num_tiles,
+    more_bias,  # of the second and the third of SEVERAL, if BIAS has the second and the third bit
+    up_bias,
     FORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
-    E: tl.constexpr,
+    E: tl.constexpr,  # of SEVERAL these three are the rows of the weights
     SLOTS: tl.constexpr,  # pairs of a token
     SHARED: tl.constexpr,
     D: tl.constexpr,
@@ -112,7 +114,10 @@ def int4_mma_kernel(
     launch_dependents(PDL)
     ROWS: tl.constexpr = 16 if GATED else 32
     BLOCK_M: tl.constexpr = 8 * TILES
-    COLUMNS: tl.constexpr = (N + ROWS - 1) // ROWS
+    C0: tl.constexpr = (E + ROWS - 1) // ROWS
+    C1: tl.constexpr = (SLOTS + ROWS - 1) // ROWS
+    C2: tl.constexpr = (SHARED + ROWS - 1) // ROWS
+    COLUMNS: tl.constexpr = C0 + C1 + C2 if FORM == 3 else (N + ROWS - 1) // ROWS
     STEPS: tl.constexpr = (D + 127) // 128
     WORDS: tl.constexpr = D // 8
     G: tl.constexpr = (D + GROUP - 1) // GROUP
@@ -123,7 +128,21 @@ def int4_mma_kernel(
     second_words, second_groups = more_words.to(tl.int64), more_groups.to(tl.int64)
     token = lane // 4
     tile, column = tile_of_program(num_tiles, COLUMNS, ROW_TILES)
-    if FORM == 0:
+    count = N
+    bias_rows = N
+    if FORM == 3:
+        is_first, is_third = column < C0, column >= C0 + C1
+        first_words = tl.where(is_first, first_words, tl.where(is_third, up_words.to(tl.int64), second_words))
+        first_groups = tl.where(is_first, first_groups, tl.where(is_third, up_groups.to(tl.int64), second_groups))
+        count = tl.where(is_first, E, tl.where(is_third, SHARED, SLOTS))
+        out += tl.where(is_first, 0, tl.where(is_third, E + SLOTS, E)).to(tl.int64) * num_rows
+        column -= tl.where(is_first, 0, tl.where(is_third, C0 + C1, C0))
+        if BIAS:
+            second = tl.where(is_third, up_bias.to(tl.int64), more_bias.to(tl.int64))
+            bias = tl.where(is_first, bias.to(tl.int64), second).to(bias.dtype)
+            has_bias = tl.where(is_first, BIAS & 1, tl.where(is_third, BIAS & 4, BIAS & 2))
+            bias_rows = tl.where(has_bias != 0, count, 0)
+    if FORM == 0 or FORM == 3:
         end = num_rows
         begin = tile * BLOCK_M
         source = (begin + token).to(tl.int64)
@@ -150,11 +169,10 @@ def int4_mma_kernel(
 
     # Rows past the last read the last: what they compute is not stored.
     row = column * ROWS + lane // 4
-    low, high = tl.minimum(row, N - 1).to(tl.int64), tl.minimum(row + 8, N - 1).to(tl.int64)
-    if GATED:
-        next_low, next_high = low, high
-    else:
-        next_low, next_high = tl.minimum(row + 16, N - 1).to(tl.int64), tl.minimum(row + 24, N - 1).to(tl.int64)
+    low, high = tl.minimum(row, count - 1).to(tl.int64), tl.minimum(row + 8, count - 1).to(tl.int64)
+    next_low, next_high = low, high
+    if not GATED:
+        next_low, next_high = tl.minimum(row + 16, count - 1).to(tl.int64), tl.minimum(row + 24, count - 1).to(tl.int64)
     inputs = x.to(tl.int64) + source * x_stride * 2
     late_inputs = x.to(tl.int64) + later * x_stride * 2
     used, late_used = begin + token < end, begin + 8 + token < end
@@ -195,18 +213,25 @@ def int4_mma_kernel(
         b0, b1, b2, b3, b4, b5 = d0, d1, d2, d3, d4, d5
 
     first, second = gather(t0, t1, t2, t3, WARPS), gather(u0, u1, u2, u3, WARPS)
-    _store_tile(first, second, column * ROWS, begin, end, order, bias, residual, out, FORM, GATED, BIAS, ADD, N)
+    first_row = column * ROWS
+    _store_tile(
+        first, second, first_row, begin, end, order, bias, bias_rows, residual, out, count, FORM, GATED, BIAS, ADD
+    )
     if TILES == 2:
         first, second = gather(v0, v1, v2, v3, WARPS), gather(w0, w1, w2, w3, WARPS)
-        _store_tile(first, second, column * ROWS, begin + 8, end, order, bias, residual, out, FORM, GATED, BIAS, ADD, N)
+        begin += 8
+        _store_tile(
+            first, second, first_row, begin, end, order, bias, bias_rows, residual, out, count, FORM, GATED, BIAS, ADD
+        )
 
 
 @triton.jit
 def _store_tile(
-    result, more, first_row, begin, end, order, bias, residual, out,
-    FORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, N: tl.constexpr,
+    result, more, first_row, begin, end, order, bias, bias_rows, residual, out, count,
+    FORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Sums as `gather` gives them, of 8 tokens from `begin` on, to where they belong."""
+    """Sums as `gather` gives them, of 8 tokens from `begin` on, to where they belong. count: rows of the weight;
+    bias_rows: of its bias, 0 if it has none."""
     lane, place = tl.arange(0, 32)[:, None], tl.arange(0, 4)[None, :]
     row = first_row + lane // 4 + place % 2 * 8
     token = begin + lane % 4 * 2 + place // 2
@@ -215,20 +240,20 @@ def _store_tile(
     if FORM == 2:
         target = tl.load(order + token, mask=used, other=0).to(tl.int64)
     if GATED:
-        _store_rows(silu(result) * more, row, target, used, bias, residual, out, BIAS, ADD, N)
+        _store_rows(silu(result) * more, row, target, used, bias, bias_rows, residual, out, count, BIAS, ADD)
     else:
-        _store_rows(result, row, target, used, bias, residual, out, BIAS, ADD, N)
-        _store_rows(more, row + 16, target, used, bias, residual, out, BIAS, ADD, N)
+        _store_rows(result, row, target, used, bias, bias_rows, residual, out, count, BIAS, ADD)
+        _store_rows(more, row + 16, target, used, bias, bias_rows, residual, out, count, BIAS, ADD)
 
 
 @triton.jit
-def _store_rows(values, row, target, used, bias, residual, out, BIAS: tl.constexpr, ADD: tl.constexpr, N: tl.constexpr):
-    inside = used & (row < N)
+def _store_rows(values, row, target, used, bias, bias_rows, residual, out, count, BIAS: tl.constexpr, ADD: tl.constexpr):
+    inside = used & (row < count)
     if BIAS:
-        values += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+        values += tl.load(bias + row, mask=row < bias_rows, other=0.0).to(tl.float32)
     if ADD:
-        values += tl.load(residual + target * N + row, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + target * N + row, values.to(out.dtype.element_ty), mask=inside)
+        values += tl.load(residual + target * count + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + target * count + row, values.to(out.dtype.element_ty), mask=inside)
 
 
 class Program(NamedTuple):
@@ -238,15 +263,20 @@ class Program(NamedTuple):
 
 
 @choices.by_device
-def choose_program(capability: tuple[int, int], steps: int, dense: bool, gated: bool) -> Program:
-    """steps: of 128 inputs. Measured on an H200 in bf16, groups of 128, us, with 2, 4, 8 and 16 warps:
+def choose_program(capability: tuple[int, int], steps: int, columns: int, dense: bool) -> Program:
+    """steps: of 128 inputs; columns: programs of one tile of tokens. Measured on an H200 in bf16, groups of 128, us,
+    with 2, 4, 8 and 16 warps:
 
     V2-Lite's experts with shared ones, 8 tokens 95, 90, 180, 32 tokens 155, 153, 314 (both products alike); unpacked
     through shared memory (`int4_tiles.py`) 121 and 192. Dense, 8 tokens: gate and up of 4,096 x 11,008 21.6, 24.9,
     36.0, 54.5 (52.3 there), 11,008 x 4,096 44.2, 24.4, 18.5, 17.0 (52.3), 10,944 x 2,048 52.9, 20.9, 15.7, 15.2
-    (49.5), 18,432 x 7,168 77.5, 48.8, 35.8, 38.7 (86.6).
+    (49.5), 18,432 x 7,168 77.5, 48.8, 35.8, 38.7 (86.6). So a dense weight wants some ten warps on a processor.
     """
-    warps = (2 if gated else 8) if dense else 4
+    warps = 4
+    if dense:
+        warps = 2
+        while warps < 16 and columns * warps <= 1024:
+            warps *= 2
     return Program(max(1, min(warps, triton.next_power_of_2(steps))))
 
 
@@ -255,16 +285,33 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.stride(0) % 8 or x.data_ptr() % 16 else x
 
 
-def _launch(product: Product, group_size: int, tiles: int, program: Program | None) -> None:
-    columns = -(-product.count // (16 if product.gated else 32))
-    x = product.x
-    program = program or choose_program(x.device, -(-product.size // 128), product.form == DENSE, product.gated)
+def _columns(product: Product) -> int:
+    """Programs of one tile of tokens."""
+    counts = product.experts if product.form == SEVERAL else (product.count,)
+    return sum(-(-count // (16 if product.gated else 32)) for count in counts)
+
+
+def _launch(
+    product: Product,
+    group_size: int,
+    tiles: int,
+    program: Program | None,
+    biases: tuple[torch.Tensor | None, ...] = (),
+) -> None:
+    """biases: of SEVERAL weights."""
+    columns, x = _columns(product), product.x
+    is_dense = product.form in (DENSE, SEVERAL)
+    program = program or choose_program(x.device, -(-product.size // 128), columns, is_dense)
     pdl = launching.uses_pdl(x.device)
+    arguments, (form, gated, has_bias, *rest) = product.arguments(), product.constants()
+    if biases:
+        has_bias = sum(1 << i for i, bias in enumerate(biases) if bias is not None)
+    more_biases = [x if bias is None else bias for bias in (*biases[1:], None, None)[:2]]
     launching.launch(
         int4_mma_kernel,
         (columns * product.num_tiles,),
-        product.arguments(),
-        (*product.constants(), group_size, tiles, program.warps, ROW_TILES, pdl),
+        (*arguments, *more_biases),
+        (form, gated, has_bias, *rest, group_size, tiles, program.warps, ROW_TILES, pdl),
         num_warps=program.warps,
         **({"launch_pdl": True} if pdl else {}),
     )
@@ -284,6 +331,27 @@ def launch_dense(
     product = dense_product(_aligned(x), weight, other, bias, residual, TOKENS * tiles)
     _launch(product, group_size, tiles, program)
     return product.out
+
+
+def launch_several(
+    x: torch.Tensor,
+    weights: tuple[Packed, ...],
+    group_size: int,
+    biases: tuple[torch.Tensor | None, ...],
+    program: Program | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """x [T, K] times each of two or three weights [N_i, K], plus biases: [T, N_i] of each. T not 0."""
+    tiles = 1 if len(x) <= TOKENS else 2
+    num_tokens, counts = len(x), [words.shape[0] for words, _ in weights]
+    out = torch.empty(num_tokens, sum(counts), dtype=x.dtype, device=x.device)
+    first, second, *third = weights
+    product = Product(
+        SEVERAL, _aligned(x), (first, second, third[0] if third else second), out, False, num_tokens,
+        -(-num_tokens // (TOKENS * tiles)), (*counts, 0)[:3], bias=biases[0],
+    )  # fmt: skip
+    _launch(product, group_size, tiles, program, biases)
+    parts = out.view(-1).split([num_tokens * count for count in counts])
+    return tuple(part.view(num_tokens, count) for part, count in zip(parts, counts, strict=True))
 
 
 def launch_experts(
@@ -309,24 +377,26 @@ def launch_experts(
 
 
 def compile_cases() -> list[tuple]:
-    """(name, kernel, signature, constexprs, options) for V2-Lite in bf16: experts and its dense MLP."""
+    """(name, kernel, signature, constexprs, options) for V2-Lite in bf16, experts and its dense
+    MLP, and q, k and v of Qwen2-7B."""
     arguments = int4_mma_kernel.arg_names
     signature, attrs = compile_signature(int4_mma_kernel)
     cases = []
-    for form, name, size, count, tokens in (
-        (GATE_UP, "gate_up", 2048, 1408, (1,)),
-        (DOWN, "down", 1408, 2048, (1,)),
-        (DENSE, "dense-gated", 2048, 10944, (1, 2)),
-        (DENSE, "dense", 10944, 2048, (1, 2)),
+    for form, name, size, count, experts, tokens in (
+        (GATE_UP, "gate_up", 2048, 1408, (64, 8, 2), (1,)),
+        (DOWN, "down", 1408, 2048, (64, 8, 2), (1,)),
+        (DENSE, "dense-gated", 2048, 10944, (1, 1, 0), (1, 2)),
+        (DENSE, "dense", 10944, 2048, (1, 1, 0), (1, 2)),
+        (SEVERAL, "several", 3584, 4608, (3584, 512, 512), (1, 2)),
     ):
+        gated, is_dense = form == GATE_UP or "gated" in name, form in (DENSE, SEVERAL)
+        columns = -(-count // (16 if gated else 32))
+        has_bias = 7 if form == SEVERAL else False
         for capability in (80, 90, 100):
             for tiles in tokens:
-                gated = form == GATE_UP or "gated" in name
                 where = (capability // 10, capability % 10)
-                program = choose_program(where, -(-size // 128), form == DENSE, gated)
-                shared = 0 if form == DENSE else 2
-                add = name == "dense"
-                values = (form, gated, False, add, 64, 6 + shared, shared, size, count, 128, tiles, program.warps)
+                program = choose_program(where, -(-size // 128), columns, is_dense)
+                values = (form, gated, has_bias, name == "dense", *experts, size, count, 128, tiles, program.warps)
                 names = arguments[arguments.index("FORM") :]
                 fixed = dict(zip(names, (*values, ROW_TILES, capability >= 90), strict=True))
                 options = {"num_warps": program.warps, "num_stages": 3, "capability": capability, "attrs": attrs}

@@ -155,6 +155,19 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, resid
     return out if residual is None else out.add_(residual)
 
 
+def int4_project(x: Tensor, weights: tuple[Int4Weight, ...], biases: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """`int4_linear` of x [T, K] by each weight [N_i, K] with its bias: [T, N_i] of each, few tokens in one launch."""
+    for weight in weights:
+        check_input(x, weight)
+    alike = len({weight.group_size for weight in weights}) == 1 and takes_mma(*weights)
+    if 1 < len(weights) <= 3 and 0 < len(x) <= MMA_TOKENS and alike and takes_kernels(x, *biases):
+        from ..kernels import int4_mma as mma
+
+        packed = tuple((weight.words, weight.groups) for weight in weights)
+        return mma.launch_several(x if x.stride(1) == 1 else x.contiguous(), packed, weights[0].group_size, biases)
+    return tuple(int4_linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
 def int4_gated_reference(x: Tensor, gate: Int4Weight, up: Int4Weight) -> Tensor:
     """The definition: silu(x gate^T) * (x up^T)."""
     return F.silu(int4_linear_reference(x, gate)) * int4_linear_reference(x, up)

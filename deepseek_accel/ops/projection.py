@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from .choice import uses_triton
 from .int4 import Int4Weight
-from .int4_linear import int4_gated, int4_linear
+from .int4_linear import int4_gated, int4_linear, int4_project
 from .rms_norm import rms_norm, rms_norm_reference
 
 Norm: TypeAlias = tuple[torch.Tensor, float]
@@ -114,8 +114,8 @@ def project(
     of [T, N_i], contiguous, in that dtype.
 
     Few tokens on a GPU (`choose_form`) are one launch, which computes in fp32 and rounds once, at the end.
-    Elsewhere the norm, each product and the sum are rounded one by one, as by stock models. Of weights that are packed
-    in four bits each is an `ops.int4_linear.int4_linear`.
+    Elsewhere the norm, each product and the sum are rounded one by one, as by stock models. Weights that are packed in
+    four bits are multiplied as `ops.int4_linear.int4_project` says, or with a residual as `int4_linear`.
     Source: the linear layers of transformers 5.24 (DeepseekV3Attention, LlamaAttention, Qwen2Attention).
     The kernel has no backward: where a gradient is wanted, torch is used.
     Raises ValueError if shapes or dtypes do not fit together.
@@ -134,8 +134,11 @@ def project(
         if residual.shape != (len(x), weights[0].shape[0]) or residual.dtype != x.dtype:
             raise ValueError(f"residual must be [{len(x)}, {weights[0].shape[0]}] of {x.dtype}")
     plain = tuple(weight for weight in weights if isinstance(weight, torch.Tensor))
-    if len(plain) < len(weights):
+    packed = tuple(weight for weight in weights if isinstance(weight, Int4Weight))
+    if packed:
         normed = x if norm is None else rms_norm(x, *norm)
+        if not plain and residual is None:
+            return int4_project(normed, packed, biases)
         return tuple(_times(normed, w, b, residual) for w, b in zip(weights, biases, strict=True))
 
     others = [tensor for tensor in (*biases, residual, None if norm is None else norm[0]) if tensor is not None]

@@ -24,7 +24,7 @@ from deepseek_accel.ops.choice import why_not_triton
 from deepseek_accel.ops.experts import fused_experts_reference, mixture
 from deepseek_accel.ops.int4 import dequantize, quantize
 from deepseek_accel.ops.int4_experts import int4_experts
-from deepseek_accel.ops.int4_linear import int4_gated, int4_linear, unpack
+from deepseek_accel.ops.int4_linear import int4_gated, int4_linear, int4_project, unpack
 from deepseek_accel.ops.rms_norm import rms_norm_reference
 from deepseek_accel.testing import picture, relative_error, tiny_model
 
@@ -116,6 +116,25 @@ def test_linear_at_every_number_of_tokens(size, count, group_size, dtype):  # Q0
             ours = int4_gated(x[:tokens], weight, up, norm)
             assert is_close(ours, stock_gated[:tokens], gated[:tokens]), tokens
             assert torch.equal(int4_gated(x[:tokens], weight, up, norm), ours)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "size, counts, with_bias", [(2048, (3072, 576), ()), (3584, (3584, 512, 512), (0, 1, 2)), (1000, (77, 40), (1,))]
+)
+def test_several_weights_of_one_input(size, counts, with_bias, dtype):
+    """One launch, where the kernel reads them; the last case goes one by one."""
+    weights = tuple(packed(n, size, dtype=dtype) for n in counts)
+    biases = tuple(torch.randn(n, device="cuda", dtype=dtype) if i in with_bias else None for i, n in enumerate(counts))
+    x = torch.randn(max(TOKENS), size, device="cuda", dtype=dtype)
+    for tokens in TOKENS:
+        with poisoned():
+            found = int4_project(x[:tokens], weights, biases)
+            again = int4_project(x[:tokens], weights, biases)
+        for ours, same, weight, bias in zip(found, again, weights, biases, strict=True):
+            exact = F.linear(x[:tokens].double(), dequantize(weight).double(), None if bias is None else bias.double())
+            assert ours.is_contiguous() and torch.equal(ours, same)
+            assert is_close(ours, F.linear(x[:tokens], dequantize(weight), bias), exact), tokens
 
 
 def test_fp32_models():
