@@ -247,7 +247,9 @@ def _store_tile(
 
 
 @triton.jit
-def _store_rows(values, row, target, used, bias, bias_rows, residual, out, count, BIAS: tl.constexpr, ADD: tl.constexpr):
+def _store_rows(
+    values, row, target, used, bias, bias_rows, residual, out, count, BIAS: tl.constexpr, ADD: tl.constexpr
+):  # fmt: skip
     inside = used & (row < count)
     if BIAS:
         values += tl.load(bias + row, mask=row < bias_rows, other=0.0).to(tl.float32)
