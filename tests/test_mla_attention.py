@@ -261,3 +261,6 @@ def test_splits_of_a_graph():
     assert graph_splits(1, 32, device, 8) == 1
     assert graph_splits(1, 32, device, 2) == 4
     assert graph_splits(128, 16, device) == 1
+    assert graph_splits(8, 16, device) == 1
+    assert graph_splits(8, 16, device, fp8="e4m3") == 2, "two programs a processor, if they decode"
+    assert graph_splits(1, 16, device, fp8="e4m3") == 8

@@ -152,7 +152,7 @@ class EvictingRun(GraphRun):
         )
         rotation = stepper.rotation(model.embedding[:1, None], buffers.positions.unsqueeze(1))
         heads, kv_heads = stepper.num_heads
-        splits = graph_splits(self.bucket, heads, model.device, kv_heads)
+        splits = graph_splits(self.bucket, heads, model.device, kv_heads, fp8=cache.fp8)
         groups = self._score_groups(heads) if policy.scores is not None else []
         places = []
         for index in range(len(model.layers)):

@@ -491,7 +491,7 @@ class GraphRun:
             buffers.block_table.shape[1] * pool.page_size,
             causal=False,
             starts=buffers.starts,
-            num_splits=graph_splits(self.bucket, heads, model.device, kv_heads),
+            num_splits=graph_splits(self.bucket, heads, model.device, kv_heads, fp8=self.cache.fp8),
         )
         place = Place((self.bucket, 1), rotation, buffers.slots, reach, buffers.live, buffers.counters)
         assert self.graphs.addresses is not None

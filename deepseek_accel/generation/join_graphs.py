@@ -152,7 +152,7 @@ def record(stepper: Stepper, buffers: JoinBuffers, addresses: torch.Tensor, held
         buffers.block_table.shape[1] * held[0].pool.page_size,
         causal=size > 1,
         starts=buffers.starts,
-        num_splits=graph_splits(rows, heads, stepper.model.device, kv_heads, size),
+        num_splits=graph_splits(rows, heads, stepper.model.device, kv_heads, size, held[0].fp8),
     )
     rotation = stepper.rotation(stepper.model.embedding[:1, None], buffers.positions)
     place = Place((rows, size), rotation, buffers.slots.view(-1), reach, buffers.live, buffers.counters)

@@ -105,7 +105,7 @@ def record(
         buffers.block_table.shape[1] * held[0].pool.page_size,
         causal=size > 1,
         starts=buffers.starts,
-        num_splits=graph_splits(rows, heads, model.device, kv_heads, size),
+        num_splits=graph_splits(rows, heads, model.device, kv_heads, size, held[0].fp8),
     )
     positions, slots = buffers.numbers[: 2 * rows * size].view(2, rows, size)
     rotation = stepper.rotation(model.embedding[:1, None], positions)

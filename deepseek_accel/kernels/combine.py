@@ -142,8 +142,8 @@ def launch_options(
     of 64 keys ahead (DeepSeek's latents on an H200: 20 to 40 % faster); large ones, waiting for the tensor cores, all.
 
     fp8_width: how many of an entry's numbers are stored in one byte. They wait as bytes, and are in shared memory once
-    more, as numbers, while they are multiplied. crowded: there are rows enough for two programs on every processor;
-    of those that decode, two with 32 keys each then hide more than one with 64 (H200, 32x8192: 119 us, not 130).
+    more, as numbers, while they are multiplied. crowded: there are more programs than processors; of
+    those that decode, two with 32 keys each then hide more than one with 64 (H200, 32x8192: 119 us, not 130).
     """
     shared = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
     block_rows = min(padded(num_rows), 16 if element_size > 2 else 32 if shared == SMALLEST_SHARED_BYTES else 64)

@@ -38,9 +38,6 @@ from deepseek_accel.kernels.combine_project import combine_project_launch
 from deepseek_accel.kernels.entry_layout import EntryLayout, latent_layout
 from deepseek_accel.kernels.key_mass import key_mass_case, key_mass_launches, scores_room
 
-CROWDED_ROWS = 16
-"""Sequences from which on their parts are enough to put two programs on every processor."""
-
 
 @triton.jit(
     do_not_specialize=["num_queries", "max_length", "least_blocks", "table_stride", "raw_stride"],
@@ -198,7 +195,7 @@ def plan(
         padded(latent_rank),
         number_bytes,
         fp8_width=padded(latent_rank) if fp8 else 0,
-        crowded=fp8 is not None and batch >= CROWDED_ROWS,
+        crowded=fp8 is not None and _is_crowded(batch, num_splits, max_length, num_processors(storage.device)),
     )
     if watch is not None and options.block_rows >= 64:  # what is left behind takes shared memory and registers
         options = options._replace(block_keys=max(16, options.block_keys // 2))
@@ -274,6 +271,11 @@ def plan(
     if watch is not None:
         launches += key_mass_launches(arguments, watch, heads, heads)
     return out, launches
+
+
+def _is_crowded(batch: int, num_splits: int | None, max_length: int, processors: int) -> bool:
+    """Whether there are more programs than processors, if all rows of a sequence are in one block."""
+    return batch * (num_splits or choose_splits(batch, triton.cdiv(max_length, 64), processors)) > processors
 
 
 def launch(*arguments: Any, **options: Any) -> torch.Tensor:

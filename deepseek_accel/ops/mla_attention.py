@@ -117,14 +117,24 @@ def projected_attention(
 
 
 @functools.cache
-def graph_splits(batch: int, num_heads: int, device: torch.device, num_kv_heads: int = 1, num_queries: int = 1) -> int:
+def graph_splits(
+    batch: int,
+    num_heads: int,
+    device: torch.device,
+    num_kv_heads: int = 1,
+    num_queries: int = 1,
+    fp8: str | None = None,
+) -> int:
     """`num_splits` for a CUDA graph of `batch` rows of `num_queries` each, for any lengths: a power of two.
 
     num_kv_heads: 1 for latent attention. At most one program per processor, for rows long enough to have that many
-    parts; those of short rows end at once. More parts cost more in the merge than they gain, on an H200.
+    parts; those of short rows end at once. More parts cost more in the merge than they gain, on an H200. Only programs
+    that decode FP8 latents (`fp8`) for a few heads wait so long that two on a processor are worth it.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     programs = batch * num_kv_heads * -(-(num_queries * num_heads // num_kv_heads) // 64)
+    if fp8 is not None and batch >= 8 and num_kv_heads == 1 and num_queries * num_heads < 64:
+        processors *= 2
     return 1 << (min(128, max(1, processors // programs)).bit_length() - 1)
 
 
