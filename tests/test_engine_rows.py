@@ -200,6 +200,54 @@ def test_another_state_of_the_model_forgets_prefixes():
     assert rows.keys([5] * 50) != keys
 
 
+@pytest.mark.parametrize("fp8", [None, "e4m3"])
+def test_memory_is_given_back_when_no_row_holds_pages(fp8):
+    entries = [Entries(1, 30, 20, torch.float32, fp8), Entries(1, 3, 2, torch.float32, fp8)]
+    page_bytes = sum(each.row_bytes for each in entries) * PAGE
+    rows = Rows(2, CPU, PAGE, entries, None, keeps=True, kept_bytes=80 * page_bytes)
+    rows.begin(b"state")
+    first = rows.bytes_reserved()
+    rows.extend(0, 150 * PAGE)
+    rows.extend(1, 5 * PAGE)
+    held = {}
+    for layer, storage in rows.storages.items():
+        for page in rows.rows[1]:
+            storage[page] = page - 140 + layer
+        held[layer] = storage[rows.rows[1]].clone()
+    keys = rows.keys([5] * 5 * PAGE)
+    rows.keep(1, keys)
+    rows.give_back(1)
+    grown, version = rows.bytes_reserved(), rows.version
+    rows.settle()  # a row holds pages
+    assert (rows.bytes_reserved(), rows.version) == (grown, version)
+    assert grown > 2 * first
+    rows.give_back(0)
+    rows.settle()
+    assert rows.bytes_reserved() == first
+    assert rows.version > version + 1  # whoever knows where storages are must look again
+    assert rows.pages_in_use == rows.count_kept(keys) == 5
+    rows.take_kept(0, keys)
+    rows.extend(0, 7 * PAGE)
+    rows.extend(1, 70 * PAGE)
+    assert sorted(rows.rows[0] + rows.rows[1]) == list(range(77))
+    for layer, storage in rows.storages.items():
+        assert torch.equal(storage[rows.rows[0][:5]], held[layer])
+        assert not storage[rows.rows[1]].any()
+    for row in (0, 1):
+        rows.give_back(row)
+    version = rows.version
+    rows.settle()  # little more than may be kept: it would only grow again
+    assert (rows.capacity, rows.version) == (96, version)
+
+
+def test_memory_that_max_pages_promises_stays():
+    rows = make_rows(1, max_pages=400)
+    rows.extend(0, 300 * PAGE)
+    rows.give_back(0)
+    rows.settle()
+    assert rows.capacity >= 300
+
+
 def test_keys_made_of_another_state_keep_nothing():
     rows = make_rows(2, max_pages=2)
     scheduler = Scheduler(2, Watch(None), rows)

@@ -90,12 +90,14 @@ class _StepRun(GraphRun):
         buffers.first_positions.zero_()
         buffers.starts.zero_()
         buffers.live.fill_(count)
-        # storages move only when a row gets pages
-        storages = [self.cache.storages[layer] for layer in sorted(self.cache.storages)]
+        # storages move only with the version
         assert self.graphs.addresses is not None
-        self.graphs.addresses.copy_(upload([storage.data_ptr() for storage in storages], device))
-        self._storages = storages
+        self.graphs.addresses.copy_(upload([storage.data_ptr() for storage in self._held()], device))
         self._loaded = (self.cache.version, rows, [length + 1 for length in lengths])
+
+    def _held(self) -> list[Tensor]:
+        # none are held on to: those that have moved would keep their memory until this bucket runs again
+        return [self.cache.storages[layer] for layer in sorted(self.cache.storages)]
 
     def _set_pages(self) -> None:
         """Nothing: `load` has."""

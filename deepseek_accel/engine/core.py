@@ -87,6 +87,7 @@ class Core:
             self._fail(as_error(error, "the engine"))
         self._report()
         if not self.scheduler.waiting and not (self.steps is not None and self.steps.busy):
+            self._settle()
             return bool(self._events)
         try:
             with torch.no_grad(), device_scope(self.model.device):
@@ -100,6 +101,18 @@ class Core:
         """Give the memory back."""
         self.steps = None
         self.scheduler.rows = None
+
+    def _settle(self) -> None:
+        """Nothing is left to do: memory that is not for what is kept goes back to torch."""
+        if (rows := self.scheduler.rows) is None:
+            return
+        try:
+            with device_scope(rows.device):
+                rows.settle()
+        except Exception as error:  # some layers have moved and some have not: the next request finds a fresh start
+            if not isinstance(error, torch.OutOfMemoryError):
+                logger.exception("the engine's pages could not be moved; what was kept is forgotten")
+            self.steps = self.scheduler.rows = None
 
     def _step(self) -> None:
         begin = perf_counter()

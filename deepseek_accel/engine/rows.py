@@ -54,7 +54,7 @@ class Rows:
         self.kept = KeptPages(self.allocator)
         self.rows: list[list[int]] = [[] for _ in range(num_rows)]
         self.version = 0
-        """Changes with every change of `rows`."""
+        """Changes with every change of `rows`, and when storages move."""
         self.most_in_use = 0
         """Pages, at any one time."""
         self.evicted = 0
@@ -63,7 +63,8 @@ class Rows:
         self.root = b""
         """What the keys of prefixes begin with: the model's state."""
         self._table: tuple[int, torch.Tensor] = (-1, torch.empty(0, 0, dtype=torch.int32))
-        self.storages = {i: self._make(self._first_pages(), each) for i, each in enumerate(self.entries)}
+        self._first = self._first_pages()
+        self.storages = {i: self._make(self._first, each) for i, each in enumerate(self.entries)}
 
     def _first_pages(self) -> int:
         pages = FIRST_PAGES
@@ -197,6 +198,22 @@ class Rows:
                     grown[: len(storage)].copy_(storage)
                     grown[len(storage) :].zero_()
                     self.storages[layer] = grown
+
+    def settle(self) -> None:
+        """If no row holds pages, and there is memory for many more than may be kept: what is kept moves to memory of
+        its size. Without a limit on what is kept all stays. What raises here leaves rows that are of no use."""
+        most = self._most_kept
+        if most is None or any(self.rows) or self.capacity <= GROWTH * max(self._first, most):
+            return
+        order = torch.tensor(self.kept.renumber(), dtype=torch.int64, device=self.device)
+        size = max(self._first, len(order))
+        with torch.inference_mode(False), torch.no_grad():
+            for layer, storage in self.storages.items():
+                settled = self._make(size, self.entries[layer])
+                torch.index_select(storage, 0, order, out=settled[: len(order)])
+                self.storages[layer] = settled
+        self._memory_end = None
+        self.version += 1
 
     # What is kept
 

@@ -430,6 +430,10 @@ class GraphRun:
         buffers.pad.copy_(pad.view(1))
         self._set_pages()
 
+    def _held(self) -> list[torch.Tensor]:
+        """Each layer's storage, whose address the device was told."""
+        return self._storages
+
     def _set_pages(self) -> None:
         """Tell the device where the pages are, if that changed."""
         pool = self.cache.pool
@@ -495,7 +499,7 @@ class GraphRun:
         )
         place = Place((self.bucket, 1), rotation, buffers.slots, reach, buffers.live, buffers.counters)
         assert self.graphs.addresses is not None
-        pages = addressed(self._storages, self.graphs.addresses, self.cache.fp8)
+        pages = addressed(self._held(), self.graphs.addresses, self.cache.fp8)
         return self.choose(stepper.run(buffers.tokens.unsqueeze(1), pages, [place] * len(pages)), choice)
 
     def choose(self, logits: torch.Tensor, choice: Choice | None) -> torch.Tensor:

@@ -1,15 +1,18 @@
 """The engine on CUDA graphs, one step behind: the tokens of `generate`, and nothing of others in anybody's."""
 
 import functools
+import gc
 import random
 import threading
+import time
+import weakref
 
 import pytest
 import torch
 from processors import Broken, processing
 
 from deepseek_accel import optimize, report
-from deepseek_accel.engine import Engine
+from deepseek_accel.engine import Engine, rows
 from deepseek_accel.ops.choice import why_not_triton
 from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import tiny_model
@@ -28,8 +31,9 @@ LITE = dict(
 )  # fmt: skip
 
 
-def fresh(model_type="deepseek_v3", dtype=torch.float32, graphs=True, overrides=None, fp8=None):
-    passes = {name: {} for name in PASSES} | {"kv_cache": {"page_size": 16, "dtype": fp8}, "allow_skips": True}
+def fresh(model_type="deepseek_v3", dtype=torch.float32, graphs=True, overrides=None, fp8=None, **cache):
+    pages = {"page_size": 16, "dtype": fp8, **cache}
+    passes = {name: {} for name in PASSES} | {"kv_cache": pages, "allow_skips": True}
     if graphs:
         passes["cuda_graphs"] = {"batch_sizes": (1, 2, 4, 8, 16, 32)}
     else:
@@ -168,6 +172,36 @@ def test_load_with_cancellations_and_failures():
             assert result.error is None
     assert facts["pages_of_rows"] == facts["running"] == facts["waiting"] == 0
     assert [result.tokens for result in again] == right * 3
+
+
+def test_memory_of_a_burst_goes_back_and_graphs_follow(monkeypatch):
+    monkeypatch.setattr(rows, "FIRST_TOKENS", 16)
+    model, asked, met = fresh(reuse_prefix=True, prefix_bytes=1 << 20), prompts(32, 300, seed=14), []
+    right = [alone(model, each, max_new_tokens=12) for each in asked]
+
+    class Watching:
+        def step(self, facts):
+            met.extend(weakref.ref(storage) for storage in engine._core.scheduler.rows.storages.values())
+            largest.append(engine.facts()["bytes_reserved"])
+
+        def __getattr__(self, name):
+            return lambda *what: None
+
+    with Engine(model, max_batch=32, observer=Watching()) as engine:
+        for _ in range(3):
+            largest = []
+            results = engine.generate(asked, max_new_tokens=12, do_sample=False)
+            assert [result.tokens for result in results] == right
+            end = time.monotonic() + 20
+            while engine.facts()["bytes_reserved"] > 1 << 20:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert max(largest) > 3 << 19
+        gc.collect()
+        alive = {id(storage) for ref in met if (storage := ref()) is not None}
+        assert alive <= {id(storage) for storage in engine._core.scheduler.rows.storages.values()}
+    assert results[0].num_cached_tokens or results[-1].num_cached_tokens
+    assert counted(model, "cuda_graphs: replays") > 0
 
 
 def test_generate_from_another_thread_meanwhile():
