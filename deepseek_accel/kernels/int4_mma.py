@@ -272,12 +272,13 @@ def choose_program(capability: tuple[int, int], steps: int, columns: int, dense:
     V2-Lite's experts with shared ones, 8 tokens 95, 90, 180, 32 tokens 155, 153, 314 (both products alike); unpacked
     through shared memory (`int4_tiles.py`) 121 and 192. Dense, 8 tokens: gate and up of 4,096 x 11,008 21.6, 24.9,
     36.0, 54.5 (52.3 there), 11,008 x 4,096 44.2, 24.4, 18.5, 17.0 (52.3), 10,944 x 2,048 52.9, 20.9, 15.7, 15.2
-    (49.5), 18,432 x 7,168 77.5, 48.8, 35.8, 38.7 (86.6). So a dense weight wants some ten warps on a processor.
+    (49.5), 18,432 x 7,168 77.5, 48.8, 35.8, 38.7 (86.6). So a dense weight wants some ten warps on a processor, but
+    each with four steps: q, k and v of 4,096 x 4,096 18.2, 12.5, 24.3, 27.4; 2,048 x (3,072 + 576) 7.8, 6.8, 8.4, 12.7.
     """
     warps = 4
     if dense:
         warps = 2
-        while warps < 16 and columns * warps <= 1024:
+        while warps < 16 and columns * warps <= 1024 and 8 * warps <= steps:
             warps *= 2
     return Program(max(1, min(warps, triton.next_power_of_2(steps))))
 

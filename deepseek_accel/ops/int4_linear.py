@@ -18,10 +18,12 @@ from .int4 import Int4Weight, dequantize
 from .rms_norm import rms_norm
 
 MMA_TOKENS = 32
-"""Up to so many tokens, weights go from registers to tensor cores (`kernels/int4_mma.py`), where that fits; one token
-without a gate is as fast by dot products. H200, bf16, 11,008 x 4,096, us, and unpacked through shared memory: 8 tokens
-18.5 and 52.3, 32 tokens 30 and 103; gate and up of 4,096 x 11,008: 21.6 and 52.3, 57 and 74; one token 20.6 and, by dot
-products, 37.6."""
+"""Up to so many tokens, weights go from registers to tensor cores (`kernels/int4_mma.py`), where that fits. H200, bf16,
+11,008 x 4,096, us, and unpacked through shared memory: 8 tokens 18.5 and 52.3, 32 tokens 30 and 103; gate and up of
+4,096 x 11,008: 21.6 and 52.3, 57 and 74; one token 20.6 and, by dot products, 37.6."""
+MMA_SIZE = 16384
+"""One token goes there too from so many inputs on. H200, us, and by dot products: 18,432 x 7,168 33.2 and 39.3, 18,944
+x 3,584 20.8 and 22.6, but 11,008 x 4,096 15.6 and 14.0, 4,096 x 4,096 9.7 and 5.3."""
 TILE_TOKENS = 128
 """Up to so many tokens, weights are unpacked tile by tile. H200, bf16, 4,096 x 11,008, us, with an earlier form of the
 tiles: 32 tokens 30 and 58 unpacked first, 128 tokens 52 and 59; 4,096 tokens 509 unpacked first, 482 a bf16 product."""
@@ -137,7 +139,7 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None, resid
     if x.stride(1) != 1:
         x = x.contiguous()
     packed = (weight.words, weight.groups)
-    if 1 < len(x) <= MMA_TOKENS and takes_mma(weight):
+    if (len(x) > 1 or weight.size >= MMA_SIZE) and len(x) <= MMA_TOKENS and takes_mma(weight):
         from ..kernels import int4_mma as mma
 
         return mma.launch_dense(x, packed, None, weight.group_size, bias, residual)
