@@ -56,20 +56,83 @@ def test_shares_of_the_floor():
                 (row,) = rows_of(name, variant=f"target {target}", batch=batch, prompt_length=1024)
                 gain = (whole["itl_ms"] - row["itl_ms"]) / (whole["floor_ms"] - row["floor_ms"])
                 shares.setdefault(name, []).append(f"{100 * gain:.0f}")
+    (whole,) = rows_of("h200-v2-lite-adaptive-1", variant="all")
+    third = []
+    for target in ("0.75", "0.5"):
+        (row,) = rows_of("h200-v2-lite-adaptive-1", variant=f"target {target}")
+        gain = (whole["itl_ms"] - row["itl_ms"]) / (whole["floor_ms"] - row["floor_ms"])
+        third.append(f"{100 * gain:.0f}")
+    assert f"rule reads was loaded earlier, {third[0]} and {third[1]} %" in text
     a, b = shares.values()
     assert f"{a[0]} and {a[1]} % at batch 1, {a[2]} and {a[3]} % at batch 8, {a[4]} and {a[5]} % at batch 32" in text
     assert f"in a second run {b[0]} and {b[1]}, {b[2]} and {b[3]}, {b[4]} and {b[5]} %" in text
 
 
+CACHES = {
+    "full": "bf16",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "reuse_prefix": "bf16, reuse_prefix",
+    "window_50": "`Window`",
+    "top_attention_50": "`TopAttention`",
+}
+
+
+def test_kinds_of_cache():
+    for file in ("h200-cache", "h200-cache-long"):
+        for row in rows_of(file):
+            point, second = f"{row['batch']}x{row['context']}", row["second_ttft_ms"]
+            if "_50" in row["variant"]:
+                continue
+            found = (c for c in table_cells("performance.md", point) if c[1] == CACHES[row["variant"]] and len(c) == 7)
+            (cells,) = found
+            held, peak = (number(row[key] / 1e6) for key in ("bytes_held", "peak_bytes_above_weights"))
+            again = "" if second is None else f"{number(second)} ({second / row['ttft_ms']:.2f}x)"
+            assert cells[2:] == [number(row["ttft_ms"]), again, number(row["itl_ms"]), held, peak], point
+
+
 def test_eviction():
-    names = {"full": "full", "window_50": "`Window`", "top_attention_50": "`TopAttention`"}
-    for row in rows_of("h200-eviction"):
-        point = f"{row['batch']}x{row['context']}"
-        (cells,) = (c for c in table_cells("kv_cache.md", point) if c[1] == names[row["variant"]] and len(c) == 8)
-        (full,) = rows_of("h200-eviction", batch=row["batch"], context=row["context"], variant="full")
-        of_full = ["" if row is full or row == full else ratio(row[k] / full[k]) for k in ("itl_ms", "bytes_held")]
-        held, peak = (number(row[key] / 1e6) for key in ("bytes_held", "peak_bytes_above_weights"))
-        assert cells[2:] == [number(row["ttft_ms"]), number(row["itl_ms"]), of_full[0], held, of_full[1], peak], point
+    names = CACHES | {"full": "full"}
+    for file in ("h200-cache", "h200-cache-long", "h200-eviction"):
+        seen = [(r["batch"], r["context"]) for r in rows_of(file) if "_50" in r["variant"]]
+        for row in rows_of(file):
+            where = {key: row[key] for key in ("batch", "context")}
+            superseded = file == "h200-eviction" and row["batch"] > 1
+            if (
+                tuple(where.values()) not in seen
+                or superseded
+                or row["variant"] not in ("full", "window_50", "top_attention_50")
+            ):
+                continue
+            point = f"{row['batch']}x{row['context']}"
+            (cells,) = (c for c in table_cells("kv_cache.md", point) if c[1] == names[row["variant"]] and len(c) == 8)
+            (full,) = rows_of(file, **where, variant="full")
+            of_full = ["" if row == full else ratio(row[k] / full[k]) for k in ("itl_ms", "bytes_held")]
+            held, peak = (number(row[key] / 1e6) for key in ("bytes_held", "peak_bytes_above_weights"))
+            assert cells[2:] == [number(row["ttft_ms"]), number(row["itl_ms"]), of_full[0], held, of_full[1], peak], (
+                point
+            )
+
+
+def test_packed_models():
+    files = {
+        "h200-v2-lite-int4": "V2-Lite, {}",
+        "h200-v2-lite-adaptive-int4": "V2-Lite, {}",
+        "h200-llm-7b-int4-8": "LLM-7B, {}",
+        "h200-llm-7b-int4-all": "LLM-7B, {}, all packed",
+    }
+    done = set()
+    for file, name in files.items():
+        for packed in rows_of(file, variant="int4"):
+            name_of_row = name.format(f"{packed['batch']}x{packed['prompt_length']}")
+            if name_of_row in done:  # measured anew since
+                continue
+            done.add(name_of_row)
+            (plain,) = rows_of(file, variant="all", **{key: packed[key] for key in ("batch", "prompt_length")})
+            (cells,) = table_cells("mixed_precision.md", name_of_row)
+            times = [number(row[key]) for key in ("ttft_ms", "itl_ms") for row in (plain, packed)]
+            assert cells[1:] == [*times, number(packed["floor_ms"])], name_of_row
+    assert len(done) == 9
 
 
 def test_load_on_a_cpu():
@@ -87,7 +150,7 @@ def test_load_on_a_cpu():
 
 
 def test_load_on_a_gpu():
-    for row in rows_of("h200-stress"):
+    for row in rows_of("h200-stress") + rows_of("h200-stress-64", users=64):
         (cells,) = (c for c in table_cells("stress.md", row["users"]) if len(c) == 7)
         expected = [number(row["new_tokens_per_second"]), number(row["total_tokens_per_second"])]
         expected += [three(row[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")]
