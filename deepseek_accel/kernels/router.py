@@ -253,6 +253,8 @@ def norm_route_kernel(
         # here and compared with ids later: a load at an id would be one more trip to memory at the end
         every = tl.arange(0, BLOCK_G * BLOCK_S)
         every_offset = tl.load(offset + every, mask=every < E, other=0.0)
+    if DROP == 1:  # of the program that needs it, for which the last one waits
+        slopes = tl.load(slope + columns, mask=columns < tl.where(tl.program_id(0) == 0, D, 0), other=0.0)
     launching.wait(PDL)
 
     token = group.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -266,8 +268,7 @@ def norm_route_kernel(
     if tl.program_id(0) == 0:
         tl.store(normed + token[:, None, None] * D + columns, hidden, mask=inside)
         if DROP == 1:
-            part = tl.load(slope + columns, mask=columns < D, other=0.0) * hidden.to(tl.float32)
-            tl.store(feeling + token[:, None], tl.sum(part, 2), mask=exists[:, None])
+            tl.store(feeling + token[:, None], tl.sum(slopes * hidden.to(tl.float32), 2), mask=exists[:, None])
     products = tl.sum(gate.to(tl.float32) * hidden.to(tl.float32), 2)  # [BLOCK_T, BLOCK_E]
     place = token[:, None] * E + experts[None, :]
     tl.store(logits + place, products, mask=exists[:, None] & (experts < E)[None, :])
