@@ -50,3 +50,21 @@ def test_drafts_are_ranked(capsys):
     assert cli.main(["drafts", "tiny", "nonsense", "--device", "cpu"]) == 1
     assert cli.main(["drafts", "no-such-model", "ngram"]) == 2
     assert cli.main(["bench", "speculation", "--drafts", "three"]) == 2
+
+
+def test_auto_against_plain(capsys, tmp_path):
+    words = ["bench", "auto", "--drafts", "ngram,tiny-draft", "--calls", "2", "--new-tokens", "24", "--device", "cpu"]
+    assert cli.main([*words, "--json", str(tmp_path / "auto.json")]) == 0
+    rows = json.loads((tmp_path / "auto.json").read_text())["rows"]
+    assert [(row["draft"], row["text"], row["rows"]) for row in rows] == [
+        (draft, text, n)
+        for draft in ("ngram", "tiny-draft")
+        for text, n in (("code", 1), ("random tokens", 1), ("8 rows of code", 8))
+    ]
+    assert all(row["equal"] for row in rows), rows  # fp32: the text is the model's
+    for row in rows:
+        assert row["speed_up"] == pytest.approx(row["plain_ms"] / row["auto_ms"]) and row["auto_ms"] > 0
+    said = capsys.readouterr()
+    assert sum("tiny-draft, code" in line for line in said.err.splitlines()) == 1 and "plain call" in said.out
+    assert cli.main(["bench", "auto", "--new-tokens", "8"]) == 2
+    assert cli.main(["bench", "auto", "--model", "v2-lite", "--device", "cpu", "--drafts", "ngram"]) == 2

@@ -38,11 +38,12 @@ def run(
     """
     if prompts < 1 or new_tokens < 2 * MOST_DRAFTS:
         raise AccelError(f"at least one prompt and {2 * MOST_DRAFTS} new tokens are needed to measure")
+    check_target(target)
     device = resolve_device(device_name)
     dtype = resolve_dtype(dtype_name, device)
     step(f"loading {target}")
     subject = load(target, device, dtype)
-    ids = _ids(subject, target, text)
+    ids = text_ids(subject, target, text)
     starts = [i * (len(ids) - PROMPT) // prompts for i in range(prompts)]
     cut = [ids[None, start : start + PROMPT].to(device) for start in starts]
     rows = []
@@ -64,14 +65,18 @@ def _empty(name: str) -> dict[str, Any]:
     return {"draft": name} | dict.fromkeys(numbers) | {"detail": ""}
 
 
-def _ids(subject: Subject, target: str, text: str | None) -> torch.Tensor:
-    """[T] of the text to go on from."""
-    if text is None and subject.text_ids is not None:
-        return subject.text_ids  # type: ignore[no-any-return]
+def check_target(target: str) -> None:
+    """Raise AccelError for a model that has nothing to say, before it is loaded."""
     if target != TINY and not Path(target).is_dir():
         raise AccelError(
             f"{target} has random weights, which no draft can guess; name a checkpoint directory or {TINY}"
         )
+
+
+def text_ids(subject: Subject, target: str, text: str | None) -> torch.Tensor:
+    """[T] of the text to go on from."""
+    if text is None and subject.text_ids is not None:
+        return subject.text_ids  # type: ignore[no-any-return]
     from transformers import AutoTokenizer
 
     from .. import models
@@ -88,21 +93,26 @@ def _ids(subject: Subject, target: str, text: str | None) -> torch.Tensor:
     return ids
 
 
+def load_draft(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """What `Speculative` takes for a draft of this name: the name itself, or an optimized model."""
+    if name in DRAFTS:
+        return name
+    if name == TINY_DRAFT:
+        from .. import models
+
+        draft, _ = models.load_tiny(models.TINY_DRAFT, dtype=dtype, device=device)
+    else:
+        draft = load(name, device, dtype).model
+    return optimize(draft, OptimizeConfig(OptimizeConfig.lossless().passes, allow_skips=True))
+
+
 def _measure(
     model: Any, name: str, prompts: list[torch.Tensor], new_tokens: int, device: torch.device, dtype: torch.dtype,
     step: Step,
 ) -> dict[str, Any]:  # fmt: skip
     lossless = OptimizeConfig.lossless().passes
-    draft: Any = name
-    if name == TINY_DRAFT:
-        from .. import models
-
-        draft, _ = models.load_tiny(models.TINY_DRAFT, dtype=dtype, device=device)
-    elif name not in DRAFTS:
-        draft = load(name, device, dtype).model
+    draft = load_draft(name, device, dtype)
     parameters = None if isinstance(draft, str) else sum(p.numel() for p in draft.parameters())
-    if parameters is not None:
-        optimize(draft, OptimizeConfig(lossless, allow_skips=True))
     optimize(model, OptimizeConfig((*lossless, Speculative(draft, GUESSES)), allow_skips=True))
     try:
         speculation: Any = vars(model)["_accel_speculation"]

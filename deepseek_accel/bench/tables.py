@@ -217,6 +217,25 @@ def speculation_table(result: dict[str, Any]) -> Any:
     return table(title, columns, rows, left=1)
 
 
+def auto_table(result: dict[str, Any]) -> Any:
+    rows = [
+        [
+            row["draft"],
+            row["text"],
+            number(row["plain_ms"]),
+            number(row["auto_ms"]),
+            ratio(row["speed_up"]),
+            str(row["left_alone"]),
+            "equal" if row["equal"] else "other tokens",
+        ]
+        for row in result["rows"]
+    ]
+    columns = ("draft", "text", "plain call, ms", "with guesses, ms", "speed-up", "calls left alone", "tokens")
+    calls = f"{result['calls']} calls of {result['new_tokens']} tokens each"
+    title = f"{describe(result['environment'])}\n{result['target']}: {calls}"
+    return table(title, columns, rows)
+
+
 def drafts_table(result: dict[str, Any]) -> Any:
     rows = [
         [

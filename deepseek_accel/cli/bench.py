@@ -25,6 +25,15 @@ def add_commands(benches: Any) -> None:
     place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
     command.set_defaults(run=bench_speculation)
+    command = benches.add_parser("auto", help="whole calls that speculate as they see fit, against plain ones")
+    command.add_argument("--model", default="tiny", help="tiny (default), or a checkpoint directory")
+    drafts = "ngram,tiny-draft,mtp,self"
+    command.add_argument("--drafts", default=drafts, metavar="DRAFT,...", help=f"as in `drafts` (default {drafts})")
+    command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="per sequence (default 128)")
+    command.add_argument("--calls", type=int, default=9, metavar="N", help="timed, of each kind (default 9)")
+    place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
+    command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
+    command.set_defaults(run=bench_auto)
     command = benches.add_parser("host", help="loading a checkpoint, and a page table's change of length")
     command.add_argument("--model", default="tiny", help="tiny (default), or a checkpoint directory, quantised or not")
     command.add_argument("--device", default="auto", help=DEVICE_HELP)
@@ -201,6 +210,21 @@ def bench_speculation(arguments: argparse.Namespace) -> int:
     result["command"] = arguments.command_line
     write(arguments, result)
     tables.console().print(tables.speculation_table(result))
+    return 0
+
+
+def bench_auto(arguments: argparse.Namespace) -> int:
+    from ..bench import auto, tables
+
+    names = arguments.drafts.split(",")
+    with tables.progress(1 + 3 * len(names)) as step:
+        result = auto.run(
+            arguments.model, names, arguments.new_tokens, arguments.calls, arguments.device, arguments.dtype, step,
+            record(arguments, tables.auto_table),
+        )  # fmt: skip
+    result["command"] = arguments.command_line
+    write(arguments, result)
+    tables.console().print(tables.auto_table(result))
     return 0
 
 

@@ -1,0 +1,112 @@
+"""Whole calls that speculate with "auto" against plain ones: code, random tokens, several rows. Both take turns, since
+what else the machine does must meet both; on a CPU their processor time counts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..api import optimize, report, restore
+from ..config import OptimizeConfig
+from ..errors import AccelError
+from ..passes.speculative import Speculative
+from . import drafts as ranking
+from .environment import environment, resolve_device, resolve_dtype
+from .generate import release
+from .greedy import endless
+from .measure import synchronize
+from .record import Keep, forget
+from .shapes import load
+
+CODE, RANDOM = "code", "random tokens"
+PROMPT = 200
+"""Tokens of each prompt."""
+ROWS = 8
+"""Of the text with several."""
+TEMPERATURE = 1.5
+"""At which what follows random tokens is drawn, so that it stays random."""
+
+Step = Callable[[str], None]
+
+
+def run(
+    target: str, drafts: Sequence[str], new_tokens: int, calls: int, device_name: str = "auto",
+    dtype_name: str | None = None, step: Step = lambda text: None, keep: Keep = forget,
+) -> dict[str, Any]:  # fmt: skip
+    """{"environment", "target", "new_tokens", "calls", "rows"}: a row for each draft and text.
+
+    calls: timed ones of each kind, after one that is not. step: told what is measured next; keep: the rows so far.
+    """
+    if calls < 1 or new_tokens < 16:
+        raise AccelError("at least one call of 16 new tokens is needed: shorter ones say nothing")
+    ranking.check_target(target)
+    device = resolve_device(device_name)
+    dtype = resolve_dtype(dtype_name, device)
+    step(f"loading {target}")
+    plain, guessing = (load(target, device, dtype) for _ in range(2))
+    texts = dict(_texts(ranking.text_ids(plain, target, None), len(plain.model.get_input_embeddings().weight)))
+    lossless = OptimizeConfig.lossless().passes
+    optimize(plain.model, OptimizeConfig(lossless, allow_skips=True))
+    rows: list[dict[str, Any]] = []
+    result = {"environment": environment(device), "target": target, "new_tokens": new_tokens, "calls": calls}
+    result["rows"] = rows
+    for name in drafts:
+        for text, ids in texts.items():
+            step(f"{name}, {text}")
+            # anew for each text, so that none profits from what was learned of another
+            draft = ranking.load_draft(name, device, dtype)
+            optimize(guessing.model, OptimizeConfig((*lossless, Speculative(draft, "auto")), allow_skips=True))
+            try:
+                row = _measure(plain.model, guessing.model, text, ids.to(device), new_tokens, calls)
+            finally:
+                restore(guessing.model)
+                release(device)
+            rows.append({"draft": name, "text": text} | row)
+            keep(result)
+    return result
+
+
+def _texts(ids: torch.Tensor, vocabulary: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Prompts [rows, PROMPT] by name."""
+    if len(ids) < ROWS * PROMPT:
+        raise AccelError(f"the text has {len(ids)} tokens; {ROWS * PROMPT} are needed")
+    starts = [i * (len(ids) - PROMPT) // ROWS for i in range(ROWS)]
+    code = torch.stack([ids[start : start + PROMPT] for start in starts])
+    yield CODE, code[:1]
+    yield RANDOM, torch.randint(vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    yield f"{ROWS} rows of {CODE}", code
+
+
+def _measure(plain: Any, guessing: Any, text: str, ids: torch.Tensor, new_tokens: int, calls: int) -> dict[str, Any]:
+    sampling = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0} if text == RANDOM else {"do_sample": False}
+    clock = time.process_time if ids.device.type == "cpu" else time.perf_counter
+
+    def seconds(model: Any) -> tuple[float, torch.Tensor]:
+        torch.manual_seed(0)
+        synchronize(ids.device)
+        begun = clock()
+        with endless(model):
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **sampling)
+        synchronize(ids.device)
+        return clock() - begun, out
+
+    seconds(plain), seconds(guessing)
+    times: list[tuple[float, float]] = []
+    equal = True
+    for _ in range(calls):
+        (ours, ids_of_plain), (theirs, ids_of_guessing) = seconds(plain), seconds(guessing)
+        times.append((ours, theirs))
+        equal = equal and torch.equal(ids_of_plain, ids_of_guessing)
+    counters = report(guessing).counters
+    return {
+        "rows": len(ids),
+        "plain_ms": 1e3 * statistics.fmean(each for each, _ in times),
+        "auto_ms": 1e3 * statistics.fmean(each for _, each in times),
+        "speed_up": sum(each for each, _ in times) / sum(each for _, each in times),
+        "left_alone": counters.get("speculative: calls without guesses (they have not paid)", 0),
+        "equal": equal,
+    }
