@@ -12,7 +12,8 @@ from processors import processing
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from deepseek_accel import AccelError, models, optimize, restore
-from deepseek_accel.engine import Engine, engine, loop, rows, settings
+from deepseek_accel.engine import Engine, loop, rows, settings
+from deepseek_accel.engine import engine as engine_module
 from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import tiny_model
 
@@ -129,7 +130,7 @@ def test_an_event_loop_that_closes_meanwhile_is_nobodys_error():
         def call_soon_threadsafe(self, what):
             raise RuntimeError("Event loop is closed")
 
-    engine._tell(Loop(), print)
+    engine_module._tell(Loop(), print)
 
 
 def test_the_engines_own_thread_cannot_close_it_and_changes_nothing_by_trying():
@@ -355,7 +356,8 @@ def until(what):
         time.sleep(0.01)
 
 
-def test_kept_pages_are_bounded_without_a_limit_on_pages():
+def test_kept_pages_are_bounded_without_a_limit_on_pages(monkeypatch):
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.2)
     model = fresh(reuse_prefix=True, prefix_bytes=100_000)
     with Engine(model) as engine:
         engine.submit([3], max_new_tokens=1).result(30)
@@ -373,16 +375,31 @@ def test_kept_pages_are_bounded_without_a_limit_on_pages():
     assert again.tokens == results[-1].tokens
 
 
+def second(full):
+    """`torch.index_select`, but for the second time it is called."""
+    stock, calls = torch.index_select, []
+
+    def run(*arguments, **options):
+        calls.append(1)
+        return full() if len(calls) == 2 else stock(*arguments, **options)
+
+    return run
+
+
 def test_pages_that_cannot_be_moved_are_forgotten(monkeypatch):
     def full(*arguments, **options):
         raise torch.OutOfMemoryError("no room")
 
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.2)
     asked = [[2, 2 + j, *[5] * 60] for j in range(40)]
-    with Engine(tiny()) as engine:
+    with Engine(fresh(reuse_prefix=True, prefix_bytes=50_000)) as engine:
+        results = engine.generate(asked, max_new_tokens=2, do_sample=False)
+        grown = engine.facts()["bytes_reserved"]
         with monkeypatch.context() as patched:
-            patched.setattr(rows.Rows, "settle", full)
-            results = engine.generate(asked, max_new_tokens=2, do_sample=False)
+            # of two layers the second one finds no memory
+            patched.setattr(torch, "index_select", second(full))
             until(lambda: engine.facts()["bytes_reserved"] == 0)
+        assert grown > 0
         again = engine.generate(asked, max_new_tokens=2, do_sample=False)
     assert [result.tokens for result in again] == [result.tokens for result in results]
     assert again[0].num_cached_tokens == 0

@@ -151,6 +151,46 @@ def test_reference_decodes(attention, kind, monkeypatch):
     assert relative_error(op(**fp8), reference(**plain)) < 2e-6
 
 
+def _half(kind, factor):
+    """bf16 queries of GPUs that convert FP8 by themselves. Rotary parts are zero: the interpreter's bf16 product is
+    wrong."""
+    from deepseek_accel.kernels.combine import LaunchOptions
+    from deepseek_accel.kernels.mla_attention import plan
+
+    case = mla_attention.LatentCase((1, 17, 40), 16, heads=6, rank=64, rope=16, splits=2)
+    inputs = mla_attention.case_inputs(case, torch.bfloat16)
+    inputs["q_latent"] = inputs["q_latent"] * factor
+    inputs["q_rope"] = torch.zeros_like(inputs["q_rope"])
+    inputs["scale"] /= factor
+    fp8, plain = coded(inputs, kind)
+    options = {"num_splits": 2, "capability": (9, 0), "pdl": False, "options": LaunchOptions(16, 16, 4, 2)}
+    out, launches = plan(**fp8, **options)
+    assert launches[0].arguments["HALF"] and launches[0].arguments["NATIVE"]
+    for launch in launches:
+        launch.run()
+    return relative_error(out, mla_attention.latent_attention_reference(**plain))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("factor", [1.0, 2.0**-60, 2.0**60])
+def test_bf16_queries_as_fp16_numbers(kind, factor):
+    """Of any size: fp16 holds neither 2^60 nor 2^-60."""
+    assert interpret(_half, kind, factor) < 5e-3
+
+
+def test_two_programs_on_a_processor():
+    """Only small row blocks that decode get shorter blocks of keys, and only where there are programs enough."""
+    pytest.importorskip("triton")
+    from deepseek_accel.kernels.combine import launch_options
+
+    sizes = {"page_size": 64, "key_width": 576, "value_width": 512, "element_size": 2}
+    few, many = (launch_options((9, 0), 16, **sizes, fp8_width=512, crowded=crowded) for crowded in (False, True))
+    assert few[:3] == (16, 64, 8) and many == (16, 32, 4, 3)
+    for rows, fp8_width in ((16, 0), (32, 512), (48, 512)):
+        options = [launch_options((9, 0), rows, **sizes, fp8_width=fp8_width, crowded=each) for each in (False, True)]
+        assert options[0] == options[1]
+
+
 MLA, GQA = mla_attention.LatentCase, gqa_attention.GroupedCase
 CASES_OF = {
     "mla": [

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.utils import GenerationMode
 
 from deepseek_accel import optimize, report
 from deepseek_accel.testing import tiny_model
@@ -74,4 +75,33 @@ def test_another_object_with_equal_values_is_compared_by_value(model, prepared):
     prepared.clear()
     assert run(model, do_sample=False, temperature=None) == [] and len(prepared) == 1
     prepared.clear()
-    assert run(model, do_sample=False, stop_strings=None, eos_token_id=[1, 2]) == [] and len(prepared) == 2
+    assert run(model, do_sample=False, temperature=None, eos_token_id=[1, 2], max_new_tokens=3) == []
+    assert len(prepared) == 1  # they decide nothing
+
+
+def test_who_replaced_what_is_asked_is_asked_every_time(model):
+    assert run(model, do_sample=False) == []
+    stock = type(model)._prepare_generation_config.__get__(model)
+
+    def with_beams(config, **kwargs):
+        return stock(config, **kwargs | {"num_beams": 2})
+
+    model._prepare_generation_config = with_beams
+    assert run(model, do_sample=False) == ["layers: stock loop (beam search)"]
+    del model._prepare_generation_config
+    assert run(model, do_sample=False) == []
+
+    class Own(GenerationConfig):
+        pass
+
+    given = Own(max_new_tokens=2, do_sample=False, pad_token_id=0)
+    for mode in ("beam search", None, "beam search"):
+        Own.get_generation_mode = lambda self, mode=mode: GenerationMode("beam_search" if mode else "greedy_search")
+        assert run(model, generation_config=given) == ([f"layers: stock loop ({mode})"] if mode else [])
+
+
+def test_options_that_the_models_config_does_not_have(model):
+    """As one that was pickled under another release."""
+    del model.generation_config.prompt_lookup_num_tokens
+    assert run(model, do_sample=False) == []
+    assert run(model, do_sample=False, prompt_lookup_num_tokens=3) == ["layers: stock loop (assisted generation)"]

@@ -264,3 +264,4 @@ def test_splits_of_a_graph():
     assert graph_splits(8, 16, device) == 1
     assert graph_splits(8, 16, device, fp8="e4m3") == 2, "two programs a processor, if they decode"
     assert graph_splits(1, 16, device, fp8="e4m3") == 8
+    assert graph_splits(8, 16, device, 1, 2, "e4m3") == 1, "two queries are 32 rows"

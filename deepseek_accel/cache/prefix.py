@@ -85,8 +85,8 @@ class KeptPages:
         old = sorted(set(self._pages.values()))
         number = {page: i for i, page in enumerate(old)}
         self._pages = OrderedDict((key, number[page]) for key, page in self._pages.items())
+        self._allocator.free.clear()  # first: others count pages in use meanwhile, as references less free ones
         self._allocator.references[:] = [1] * len(old)
-        self._allocator.free.clear()
         return old
 
 

@@ -87,7 +87,6 @@ class Core:
             self._fail(as_error(error, "the engine"))
         self._report()
         if not self.scheduler.waiting and not (self.steps is not None and self.steps.busy):
-            self._settle()
             return bool(self._events)
         try:
             with torch.no_grad(), device_scope(self.model.device):
@@ -102,8 +101,8 @@ class Core:
         self.steps = None
         self.scheduler.rows = None
 
-    def _settle(self) -> None:
-        """Nothing is left to do: memory that is not for what is kept goes back to torch."""
+    def rest(self) -> None:
+        """Nothing has been to do for a while: memory that is not for what is kept goes back to torch."""
         if (rows := self.scheduler.rows) is None:
             return
         try:

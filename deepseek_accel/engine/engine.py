@@ -24,6 +24,9 @@ from .requests import Request, Result
 from .ring import TokenizerRing
 from .settings import Draft, Options
 
+IDLE_SECONDS = 5.0
+"""After so long without anything to do memory is given back. At once would make it anew for every large request."""
+
 
 class Engine:
     """Runs requests on a model that `optimize` has changed (attention, kv_cache and layers passes).
@@ -357,13 +360,16 @@ def _stop(core: Core, wake: threading.Event) -> None:
 
 def _serve(reference: Any, wake: threading.Event) -> None:
     """The engine's thread. While there is nothing to do it holds nothing, so that an engine nobody has can go."""
+    rests = False
     while (core := reference()) is not None:
         busy = core.turn()
         over = core.over and not busy
         if over:
             core.end()
             return
+        if rests and not busy:
+            core.rest()
         del core
         if not busy:
-            wake.wait()
+            rests = not wake.wait(None if rests else IDLE_SECONDS)
             wake.clear()

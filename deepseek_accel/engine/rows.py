@@ -201,7 +201,7 @@ class Rows:
 
     def settle(self) -> None:
         """If no row holds pages, and there is memory for many more than may be kept: what is kept moves to memory of
-        its size. Without a limit on what is kept all stays. What raises here leaves rows that are of no use."""
+        its size. Without a limit on what is kept all stays. If this raises the caller must drop these rows."""
         most = self._most_kept
         if most is None or any(self.rows) or self.capacity <= GROWTH * max(self._first, most):
             return

@@ -19,7 +19,7 @@ def reads_pages(model: Model) -> str:
 
 
 def tally(model: Model) -> dict[str, int]:
-    """How many layers count as what, whatever runs."""
+    """Of the counters that every run of the layers adds to: how much each run adds."""
     layers = model.layers
     mixtures = sum(isinstance(layer.mlp, Mixture) for layer in layers)
     return {

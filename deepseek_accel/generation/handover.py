@@ -1,7 +1,7 @@
 """Which calls of `generate` are left to transformers, from their arguments alone.
 
-What transformers makes of a call's generation config takes it milliseconds, and it is asked again by `generate` itself.
-So the answer is remembered for calls that differ in nothing it depends on.
+What transformers makes of a call's generation config takes it, by release, up to milliseconds, and `generate` itself
+asks again. So the answer to the last call is remembered for calls that differ in nothing it depends on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ NOT_OF_THE_CONFIG = (
     "assistant_tokenizer",
 )
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+DECIDES_NOTHING = frozenset(
+    ("max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "temperature", "top_p", "repetition_penalty")
+)
+"""Options that often differ from call to call and mean the same to whoever runs it."""
 
 
 @dataclass
@@ -99,15 +103,17 @@ def _grounds(model: Any, given: Any, rest: dict[str, Any]) -> tuple[dict[str, An
 
     An attribute that is changed in place (a list, say) decides nothing by what is in it, only by being there.
     """
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, GenerationMixin
 
-    if given is not None and not isinstance(given, GenerationConfig):
-        return None
-    ours = vars(model.generation_config)
-    named = {name: value for name, value in rest.items() if name in ours}
+    ours, prepare = model.generation_config, "_prepare_generation_config"
+    replaced = getattr(type(model), prepare) is not getattr(GenerationMixin, prepare) or prepare in vars(model)
+    if replaced or type(ours) is not GenerationConfig or (given is not None and type(given) is not GenerationConfig):
+        return None  # what such a one depends on nobody knows
+    known = vars(ours).keys() | vars(GenerationConfig()).keys() | (vars(given).keys() if given is not None else set())
+    named = {name: value for name, value in rest.items() if name in known and name not in DECIDES_NOTHING}
     if not all(type(value) in _PLAIN for value in named.values()):
         return None
-    configs = (ours, vars(model.config), {} if given is None else vars(given))
+    configs = (vars(ours), vars(model.config), {} if given is None else vars(given))
     return (*map(dict, configs), named, {"given": given is not None})
 
 

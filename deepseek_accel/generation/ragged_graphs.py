@@ -7,6 +7,8 @@ by launch. Lengths, first keys, slots and tables are the rows' own and live on t
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,7 +46,10 @@ class RaggedBuffers:
     """[layers] int64: where each layer's pages are."""
     counters: torch.Tensor
     known: tuple[Any, ...] = ()
-    """What the table and the addresses were copied from."""
+    """What the table and the addresses were copied from, of whose pages."""
+    owner: Callable[[], Any] = lambda: None
+    """Whose, as a weak reference: another pool may be given the number, the version and the addresses of one that is
+    gone."""
 
     @classmethod
     def make(cls, rows: int, size: int, num_pages: int, stepper: Stepper) -> RaggedBuffers:
@@ -84,12 +89,12 @@ class RaggedBuffers:
         self.lengths.copy_(tail[:batch])
         self.starts.copy_(tail[batch:-1])
         self.live.copy_(tail[-1:])
-        known = (id(pool), pool.table.version, tuple(rows), tuple(pages.storage.data_ptr() for pages in held))
-        if known != self.known:
+        known = (pool.table.version, tuple(rows), tuple(pages.storage.data_ptr() for pages in held))
+        if known != self.known or self.owner() is not pool:
             table = pool.block_table()
             self.block_table[:count, : table.shape[1]] = table[upload(rows, table.device)]
             self.addresses.copy_(upload(list(known[-1]), table.device))
-            self.known = known
+            self.known, self.owner = known, weakref.ref(pool)
 
 
 def record(

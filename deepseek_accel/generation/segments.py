@@ -2,7 +2,7 @@
 
 The device begins to work on a graph when the host has handed over all of it, about two microseconds a launch, half a
 millisecond for a model. Where the host waited for what came before, the device waits too. Of a recording in three
-graphs, the first of them a ninth, the rest is handed over while the device works.
+graphs it waits for the first, a ninth of the layers; the rest is handed over while it works.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 
 def cuts(num_layers: int) -> frozenset[int]:
-    """The layers that a new graph begins with. The device takes longer for a graph than the host to launch three times
-    as much."""
+    """The layers that a new graph begins with: a ninth, two ninths and two thirds of them, for while the device runs a
+    graph the host can hand over one of three times the size. Fewer graphs for fewer than nine layers."""
     return frozenset((num_layers // 9, num_layers // 3)) - {0}
 
 
@@ -53,7 +53,8 @@ class Segments:
 def recorded(pool: Any, stream: torch.cuda.Stream) -> Iterator[Segments]:
     """What is launched inside, on `stream`, is recorded and not run."""
     torch.cuda.synchronize(stream.device)
-    torch.cuda.empty_cache()  # as much as there is for the graphs
+    # As `torch.cuda.graph` does, so that the graphs have what there is, but for pinned memory, which is in use here.
+    torch.cuda.empty_cache()
     segments = Segments(pool)
     with torch.cuda.stream(stream):
         segments._begin()

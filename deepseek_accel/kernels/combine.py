@@ -142,8 +142,10 @@ def launch_options(
     of 64 keys ahead (DeepSeek's latents on an H200: 20 to 40 % faster); large ones, waiting for the tensor cores, all.
 
     fp8_width: how many of an entry's numbers are stored in one byte. They wait as bytes, and are in shared memory once
-    more, as numbers, while they are multiplied. crowded: there are more programs than processors; of
-    those that decode, two with 32 keys each then hide more than one with 64 (H200, 32x8192: 119 us, not 130).
+    more, as numbers, while they are multiplied.
+
+    crowded: whether there are more programs than processors. Of row blocks of 16 that decode, two programs of 32 keys
+    each on a processor then hide more of each other's waits than one of 64 (H200, 32x8192: 119 us, not 130).
     """
     shared = SHARED_BYTES.get(capability, SMALLEST_SHARED_BYTES)
     block_rows = min(padded(num_rows), 16 if element_size > 2 else 32 if shared == SMALLEST_SHARED_BYTES else 64)
@@ -157,7 +159,7 @@ def launch_options(
     for keys, num_stages, alone in KEY_BLOCKS:
         if not small and num_stages > 3:
             continue
-        if small and fp8_width and crowded and (alone or keys > 32):
+        if block_rows <= 16 and fp8_width and crowded and (alone or keys > 32):
             continue
         block_keys = min(keys, page_size)
         buffers = max(num_stages - 1, 1) + extra

@@ -301,6 +301,8 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
         (16, 1, 64, 4, None, torch.float32, ""),
         (16, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
         (16, 1, 64, 4, None, torch.bfloat16, "e5m2"),
+        (16, 1, 64, 8, None, torch.bfloat16, "graph e4m3"),  # more programs than processors, which are eight here
+        (16, 2, 64, 8, None, torch.float16, "graph e5m2"),
         (16, 6, 16, 1, torch.bool, torch.float16, "e4m3"),
         (128, 1, 64, 4, None, torch.bfloat16, "graph e4m3"),
         (16, 1, 64, 4, None, torch.bfloat16, "graph watch"),
@@ -336,7 +338,7 @@ def compile_cases() -> list[tuple[str, Any, dict, dict, dict]]:
             kind = str(dtype).removeprefix("torch.") + " mask" * bool(mask_dtype)
             name = f"mla H{heads} S{queries} P{page_size} splits{num_splits} {kind} {extra}"
             case = compile_case(name.strip(), launches[0], capability)
-            if fp8 and launches[0].arguments["BLOCK_ROWS"] == 64:
+            if fp8 and launches[0].arguments["BLOCK_ROWS"] > 16:
                 case[-1]["max_spill_bytes"] = 1024  # Triton 3.9; 272 with 3.6
             cases.append(case)
             if len(launches) > 1:

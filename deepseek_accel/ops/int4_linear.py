@@ -1,10 +1,11 @@
 """Linear layers whose weights are packed in four bits: `ops.int4.Int4Weight` in place of a tensor.
 
-On a GPU few tokens go through tensor cores with weights straight from registers (`kernels/int4_mma.py`); where those
-cannot read the weights, one token is a dot product per row (`kernels/int4_dots.py`). More tokens have weights unpacked
-tile by tile (`kernels/int4_tiles.py`), many the whole weight unpacked once, for cuBLAS. On a CPU
-few tokens take torch's own four-bit product where it fits (`takes_native`). Elsewhere, and where a gradient of the
-input is wanted, the weight is unpacked for torch.
+On a GPU few tokens go through tensor cores with weights straight from registers (`kernels/int4_mma.py`), where those
+can read the weights; one token is a dot product per row (`kernels/int4_dots.py`), but for the gate and up of an MLP,
+several weights of one input and very long rows, which go there too. More tokens have weights unpacked tile by tile
+(`kernels/int4_tiles.py`), many the whole weight unpacked once, for cuBLAS. On a CPU few tokens take torch's own
+four-bit product where it fits (`takes_native`). Elsewhere, and where a gradient of the input is wanted, the weight is
+unpacked for torch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .rms_norm import rms_norm
 
 MMA_TOKENS = 32
 """Up to so many tokens, weights go from registers to tensor cores (`kernels/int4_mma.py`), where that fits. H200, bf16,
-11,008 x 4,096, us, and unpacked through shared memory: 8 tokens 18.5 and 52.3, 32 tokens 30 and 103; gate and up of
-4,096 x 11,008: 21.6 and 52.3, 57 and 74; one token 20.6 and, by dot products, 37.6."""
+11,008 x 4,096, us, and unpacked through shared memory: 8 tokens 18.5 and 52.3, 32 tokens 30 and 103. Gate and up of
+4,096 x 11,008: 8 tokens 21.6 and 52.3, 32 tokens 57 and 74, one token 20.6 and, by dot products, 37.6."""
 MMA_SIZE = 16384
 """One token goes there too from so many inputs on. H200, us, and by dot products: 18,432 x 7,168 33.2 and 39.3, 18,944
 x 3,584 20.8 and 22.6, but 11,008 x 4,096 15.6 and 14.0, 4,096 x 4,096 9.7 and 5.3."""

@@ -133,7 +133,7 @@ def graph_splits(
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     programs = batch * num_kv_heads * -(-(num_queries * num_heads // num_kv_heads) // 64)
-    if fp8 is not None and batch >= 8 and num_kv_heads == 1 and num_queries * num_heads < 64:
+    if fp8 is not None and batch >= 8 and num_kv_heads == 1 and num_queries * num_heads <= 16:
         processors *= 2
     return 1 << (min(128, max(1, processors // programs)).bit_length() - 1)
 

@@ -13,6 +13,7 @@ from processors import Broken, processing
 
 from deepseek_accel import optimize, report
 from deepseek_accel.engine import Engine, rows
+from deepseek_accel.engine import engine as engine_module
 from deepseek_accel.ops.choice import why_not_triton
 from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import tiny_model
@@ -175,6 +176,7 @@ def test_load_with_cancellations_and_failures():
 
 
 def test_memory_of_a_burst_goes_back_and_graphs_follow(monkeypatch):
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.2)
     monkeypatch.setattr(rows, "FIRST_TOKENS", 16)
     model, asked, met = fresh(reuse_prefix=True, prefix_bytes=1 << 20), prompts(32, 300, seed=14), []
     right = [alone(model, each, max_new_tokens=12) for each in asked]
