@@ -162,3 +162,12 @@ def test_tokenising():
         cells = next(c for c in table_cells("metrics.md", row["consumer"]) if float(c[1]) == round(row["step_ms"], 1))
         speeds = [number(row[f"{how}_requests_per_second"]) for how in ("inline", "ring")]
         assert cells[2:] == [f"{row['tokenise_ms']:.1f}", *speeds, ratio(row["ratio"]), ratio(row["overlap"])]
+
+
+def test_auto():
+    names = {"tiny-draft": "`deepseek-tiny-draft`"}
+    rows = rows_of("cpu-tiny-auto")
+    for draft in {row["draft"] for row in rows}:
+        (cells,) = (c for c in table_cells("speculative.md", names.get(draft, f'`"{draft}"`')) if c[-1][-1] == "x")
+        assert cells[1:] == [f"{row['speed_up']:.2f}x" for row in rows if row["draft"] == draft], draft
+    assert all(row["equal"] for row in rows) and min(row["speed_up"] for row in rows) >= 0.97
