@@ -171,6 +171,10 @@ def test_kinds():
     kind = report_sections.kind_of
     assert kind({"rows": [], "command": ["deepseek-accel", "bench", "cache"]}) == "cache"
     assert kind({"rows": [{"prompt_length": 1}]}) == "generate" and kind({"rows": [{"forced": 1}]}) == "speculation"
+    for file in FILES:  # every file of ours is of a kind that is known, but for the loads of a checkpoint
+        found = kind(report_page.read(str(file)))
+        assert found or file.stem.startswith("cpu-host"), file
+        assert (found == "auto") == file.stem.endswith("-auto")
     assert kind({"rows": []}) == kind({"rows": [{"x": 1}], "bench": "new"}) == ""
     for name in report_sections.SECTIONS:
         if name != "stress":  # written with its environment and mix from the first row on

@@ -52,8 +52,8 @@ def run(
     lossless = OptimizeConfig.lossless().passes
     optimize(plain.model, OptimizeConfig(lossless, allow_skips=True))
     rows: list[dict[str, Any]] = []
-    result = {"environment": environment(device), "target": target, "new_tokens": new_tokens, "calls": calls}
-    result["rows"] = rows
+    result = {"bench": "auto", "environment": environment(device), "target": target, "new_tokens": new_tokens}
+    result |= {"calls": calls, "rows": rows}
     for name in drafts:
         for text, ids in texts.items():
             step(f"{name}, {text}")

@@ -52,6 +52,10 @@ def gibibytes_of(name: str) -> Callable[[Row], str]:
     return lambda row: "-" if row.get(name) is None else f"{row[name] / 2**30:.2f}"
 
 
+def megabytes_of(name: str) -> Callable[[Row], str]:
+    return lambda row: number(None if row.get(name) is None else row[name] / 1e6)
+
+
 def part_of(name: str, key: str) -> Callable[[Row], str]:
     return lambda row: number((row.get(name) or {}).get(key))
 

@@ -17,6 +17,7 @@ from .report_cells import (
     checked,
     drawn,
     gibibytes_of,
+    megabytes_of,
     number_of,
     plain,
     ratio_of,
@@ -45,7 +46,7 @@ def kind_of(result: dict[str, Any]) -> str:
         return command[2]
     first = result["rows"][0] if result["rows"] else {}
     signs = {"generate": "prompt_length", "cache": "context", "gating": "rule", "speculation": "forced", "ops": "op"}
-    signs["drafts"] = "draft"
+    signs |= {"auto": "left_alone", "drafts": "draft", "tokenizing": "tokenise_ms"}
     return next((kind for kind, sign in signs.items() if sign in first), "")
 
 
@@ -98,8 +99,8 @@ def _cache(result: dict[str, Any]) -> Section:
     columns: list[Column] = [
         ("batch x context", point), ("cache", text_of("variant")), ("TTFT ms", number_of("ttft_ms")),
         ("second prompt ms", number_of("second_ttft_ms")), ("ITL ms", number_of("itl_ms")),
-        ("tokens/s", number_of("tokens_per_second")), ("GiB held", gibibytes_of("bytes_held")),
-        ("peak GiB above weights", gibibytes_of("peak_bytes_above_weights")), ("checked", checked),
+        ("tokens/s", number_of("tokens_per_second")), ("MB held", megabytes_of("bytes_held")),
+        ("peak MB above weights", megabytes_of("peak_bytes_above_weights")), ("checked", checked),
     ]  # fmt: skip
     held = [(point(r), str(r.get("variant")), r.get("bytes_held") and r["bytes_held"] / 2**20) for r in rows]
     step = [(point(r), str(r.get("variant")), r.get("itl_ms")) for r in rows]
@@ -180,6 +181,31 @@ def _drafts(result: dict[str, Any]) -> Section:
     return Section(heading, [], [], [table_of("By draft, best first", result["rows"], columns)])
 
 
+def _auto(result: dict[str, Any]) -> Section:
+    columns: list[Column] = [
+        ("draft", text_of("draft")), ("text", text_of("text")), ("plain call ms", number_of("plain_ms")),
+        ("with auto ms", number_of("auto_ms")), ("speed-up", ratio_of("speed_up")),
+        ("calls left to plain decoding", text_of("left_alone")), ("same tokens", text_of("equal")),
+    ]  # fmt: skip
+    rows = result["rows"]
+    chart = dots(
+        "Speed-up of whole calls", [(str(r.get("draft")), str(r.get("text")), r.get("speed_up")) for r in rows], "x"
+    )
+    what = f"{plain(result.get('calls'))} calls of {plain(result.get('new_tokens'))} tokens each, in turns"
+    heading = f"Speculation as it sees fit: {plain(result.get('target'))}, {what}"
+    return Section(heading, [], drawn(chart), [table_of("By draft and text", rows, columns)])
+
+
+def _tokenizing(result: dict[str, Any]) -> Section:
+    columns: list[Column] = [
+        ("consumer", text_of("consumer")), ("step ms", number_of("step_ms")), ("tokenise ms", number_of("tokenise_ms")),
+        ("in line, requests/s", number_of("inline_requests_per_second")),
+        ("ring, requests/s", number_of("ring_requests_per_second")), ("gain", ratio_of("ratio")),
+        ("gain if all overlapped", ratio_of("overlap")), ("checked", checked),
+    ]  # fmt: skip
+    return Section("Tokenising beside steps", [], [], [table_of("By consumer and step", result["rows"], columns)])
+
+
 def _ops(result: dict[str, Any]) -> Section:
     columns: list[Column] = [
         ("op", text_of("op")), ("shape", text_of("shape")), ("us", number_of("microseconds")),
@@ -211,6 +237,8 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], Section]] = {
     "gating": _gating,
     "speculation": _speculation,
     "drafts": _drafts,
+    "auto": _auto,
+    "tokenizing": _tokenizing,
     "stress": _stress,
     "ops": _ops,
 }

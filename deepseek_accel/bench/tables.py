@@ -230,7 +230,7 @@ def auto_table(result: dict[str, Any]) -> Any:
         ]
         for row in result["rows"]
     ]
-    columns = ("draft", "text", "plain call, ms", "with guesses, ms", "speed-up", "calls left alone", "tokens")
+    columns = ("draft", "text", "plain call, ms", "with auto, ms", "speed-up", "calls left alone", "tokens")
     calls = f"{result['calls']} calls of {result['new_tokens']} tokens each"
     title = f"{describe(result['environment'])}\n{result['target']}: {calls}"
     return table(title, columns, rows)

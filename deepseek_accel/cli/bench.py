@@ -30,7 +30,13 @@ def add_commands(benches: Any) -> None:
     drafts = "ngram,tiny-draft,mtp,self"
     command.add_argument("--drafts", default=drafts, metavar="DRAFT,...", help=f"as in `drafts` (default {drafts})")
     command.add_argument("--new-tokens", type=int, default=128, metavar="N", help="per sequence (default 128)")
-    command.add_argument("--calls", type=int, default=10, metavar="N", help="timed, of each kind (default 10)")
+    command.add_argument(
+        "--calls",
+        type=int,
+        default=10,
+        metavar="N",
+        help="timed, of each kind (default 10); the first two may be left to plain decoding",
+    )
     place_arguments(command, "bfloat16 on a GPU, float32 on a CPU by default")
     command.add_argument("--json", metavar="FILE", help="write the rows and the environment")
     command.set_defaults(run=bench_auto)
