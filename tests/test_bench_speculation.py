@@ -3,11 +3,13 @@
 import json
 
 import pytest
+from transformers import GenerationMixin
 
 from deepseek_accel import cli
-from deepseek_accel.bench import speculation, tables
+from deepseek_accel.bench import auto, speculation, tables
 from deepseek_accel.bench.shapes import Point
 from deepseek_accel.errors import AccelError
+from deepseek_accel.passes.speculative import Speculative
 
 
 def test_acceptance_is_what_was_forced():
@@ -52,19 +54,42 @@ def test_drafts_are_ranked(capsys):
     assert cli.main(["bench", "speculation", "--drafts", "three"]) == 2
 
 
-def test_auto_against_plain(capsys, tmp_path):
-    words = ["bench", "auto", "--drafts", "ngram,tiny-draft", "--calls", "2", "--new-tokens", "24", "--device", "cpu"]
-    assert cli.main([*words, "--json", str(tmp_path / "auto.json")]) == 0
-    rows = json.loads((tmp_path / "auto.json").read_text())["rows"]
+def test_auto_against_plain(capsys, tmp_path, monkeypatch):
+    made, ran = [], []
+
+    def speculative(draft, number):
+        made.append((draft if isinstance(draft, str) else draft.config.num_hidden_layers, number))
+        return Speculative(draft, number)
+
+    def spying(model, *args, **kwargs):
+        ran.append(("_accel_speculation" in vars(model), kwargs["do_sample"]))
+        return stock(model, *args, **kwargs)
+
+    stock = GenerationMixin.generate
+    monkeypatch.setattr(auto, "Speculative", speculative)
+    monkeypatch.setattr(GenerationMixin, "generate", spying)
+    words = ["bench", "auto", "--drafts", "ngram,nonsense,tiny-draft", "--calls", "2", "--new-tokens", "24"]
+    assert cli.main([*words, "--device", "cpu", "--json", str(tmp_path / "auto.json")]) == 0
+    result = json.loads((tmp_path / "auto.json").read_text())
+    rows = [row for row in result["rows"] if row["draft"] != "nonsense"]
     assert [(row["draft"], row["text"], row["rows"]) for row in rows] == [
         (draft, text, n)
         for draft in ("ngram", "tiny-draft")
         for text, n in (("code", 1), ("random tokens", 1), ("8 rows of code", 8))
     ]
+    assert made == [("ngram", "auto")] * 3 + [(2, "auto")] * 3
     assert all(row["equal"] for row in rows), rows  # fp32: the text is the model's
+    assert all(row["guesses"] > 0 for row in rows if (row["draft"], row["text"]) != ("ngram", "random tokens"))
     for row in rows:
         assert row["speed_up"] == pytest.approx(row["plain_ms"] / row["auto_ms"]) and row["auto_ms"] > 0
+    turns = [ran[i : i + 6] for i in range(0, len(ran), 6)]  # one that builds and two timed, plain and guessing
+    assert [[guesses for guesses, _ in turn] for turn in turns] == [[False, True, False, True, True, False]] * 6
+    assert [{sampling for _, sampling in turn} for turn in turns] == [{False}, {True}, {False}] * 2
+    wrong = [row for row in result["rows"] if row["draft"] == "nonsense"]
+    assert len(wrong) == 3 and all("not a directory" in row["detail"] and row["equal"] is None for row in wrong)
     said = capsys.readouterr()
-    assert sum("tiny-draft, code" in line for line in said.err.splitlines()) == 1 and "plain call" in said.out
+    assert sum(line == "tiny-draft, code" for line in said.err.splitlines()) == 1 and "plain call" in said.out
+    rows[0]["equal"] = False
+    assert auto.exit_code(result) == 3 and auto.exit_code({"rows": wrong}) == 1
     assert cli.main(["bench", "auto", "--new-tokens", "8"]) == 2
     assert cli.main(["bench", "auto", "--model", "v2-lite", "--device", "cpu", "--drafts", "ngram"]) == 2

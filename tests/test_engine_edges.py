@@ -12,7 +12,7 @@ from processors import processing
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from deepseek_accel import AccelError, models, optimize, restore
-from deepseek_accel.engine import Engine, loop, rows, settings
+from deepseek_accel.engine import Engine, core, loop, rows, settings
 from deepseek_accel.engine import engine as engine_module
 from deepseek_accel.passes import DEFAULTS as PASSES
 from deepseek_accel.testing import tiny_model
@@ -373,6 +373,20 @@ def test_kept_pages_are_bounded_without_a_limit_on_pages(monkeypatch):
     assert facts["pages_evicted"] > 100
     assert again.num_cached_tokens == 48  # the latest ones stay
     assert again.tokens == results[-1].tokens
+
+
+def test_an_engine_rests_once_and_only_after_a_while(monkeypatch):
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.4)
+    rests, stock = [], core.Core.rest
+    monkeypatch.setattr(core.Core, "rest", lambda self: (rests.append(time.monotonic()), stock(self)))
+    with Engine(tiny()) as engine:
+        for times in (1, 2):
+            engine.generate([[3, 4]], max_new_tokens=2)
+            done = time.monotonic()
+            assert len(rests) == times - 1
+            time.sleep(1.5)
+            assert len(rests) == times and rests[-1] - done > 0.3
+    assert len(rests) == 2  # what is called next is work: without another wait there is no rest
 
 
 def second(full):

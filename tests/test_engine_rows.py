@@ -226,6 +226,7 @@ def test_memory_is_given_back_when_no_row_holds_pages(fp8):
     assert rows.bytes_reserved() == first
     assert rows.version > version + 1  # whoever knows where storages are must look again
     assert rows.pages_in_use == rows.count_kept(keys) == 5
+    assert not rows.allocator.free
     rows.take_kept(0, keys)
     rows.extend(0, 7 * PAGE)
     rows.extend(1, 70 * PAGE)

@@ -82,6 +82,14 @@ def test_an_error_of_what_is_recorded_comes_through(told):
 @pytest.mark.parametrize("fails", [None, ("end", 1), ("begin", 1)])
 def test_layers_are_not_cut_afterwards(told, fails):
     """Whether the recording went well or not."""
+    record_in_segments(told, fails, True)
+
+
+def test_a_decoding_step_is_one_graph(told):
+    record_in_segments(told, None, False)
+
+
+def record_in_segments(told, fails, in_segments):
     graphs = StepGraphs((1,), Counter())
     graphs._stream, graphs._pool = told.stream, "pool"
     stepper = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")), between=None)
@@ -95,8 +103,8 @@ def test_layers_are_not_cut_afterwards(told, fails):
 
     told.fails = fails
     with contextlib.nullcontext() if fails is None else pytest.raises(torch.OutOfMemoryError):
-        captured = graphs._record(stepper, record, (), True)
+        captured = graphs._record(stepper, record, (), in_segments)
         told.calls.clear()
         captured.graph.replay()
-        assert told.calls == [0, 1]
-    assert stepper.between is None and ran == [False, False, True]
+        assert told.calls == ([0, 1] if in_segments else [0])
+    assert stepper.between is None and ran == [False, False, in_segments]

@@ -1,8 +1,9 @@
 """Whole calls that speculate with "auto" against plain ones: code, random tokens, several rows. Both take turns, since
-what else the machine does must meet both; on a CPU their processor time counts."""
+what else the machine does must meet both; on one thread of a CPU their processor time counts."""
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from ..config import OptimizeConfig
 from ..errors import AccelError
 from ..passes.speculative import Speculative
 from . import drafts as ranking
-from .environment import environment, resolve_device, resolve_dtype
+from .environment import dtype_name, environment, resolve_device, resolve_dtype
 from .generate import release
 from .greedy import endless
 from .measure import synchronize
@@ -29,45 +30,63 @@ ROWS = 8
 """Of the text with several."""
 TEMPERATURE = 1.5
 """At which what follows random tokens is drawn, so that it stays random."""
+NUMBERS = ("dtype", "plain_ms", "auto_ms", "speed_up", "left_alone", "guesses", "equal", "detail")
 
 Step = Callable[[str], None]
 
 
 def run(
     target: str, drafts: Sequence[str], new_tokens: int, calls: int, device_name: str = "auto",
-    dtype_name: str | None = None, step: Step = lambda text: None, keep: Keep = forget,
+    dtype: str | None = None, step: Step = lambda text: None, keep: Keep = forget,
 ) -> dict[str, Any]:  # fmt: skip
-    """{"environment", "target", "new_tokens", "calls", "rows"}: a row for each draft and text.
+    """{"bench", "environment", "target", "new_tokens", "calls", "clock", "rows"}: a row for each draft and text.
 
-    calls: timed ones of each kind, after one that is not. step: told what is measured next; keep: the rows so far.
+    calls: timed ones of each kind, after those that build. step: told what is measured next; keep: the rows so far. A
+    draft that does not fit is a row that says why.
     """
     if calls < 1 or new_tokens < 16:
         raise AccelError("at least one call of 16 new tokens is needed: shorter ones say nothing")
     ranking.check_target(target)
     device = resolve_device(device_name)
-    dtype = resolve_dtype(dtype_name, device)
+    number = resolve_dtype(dtype, device)
     step(f"loading {target}")
-    plain, guessing = (load(target, device, dtype) for _ in range(2))
-    texts = dict(_texts(ranking.text_ids(plain, target, None), len(plain.model.get_input_embeddings().weight)))
+    subject = load(target, device, number)
+    model = subject.model
+    texts = dict(_texts(ranking.text_ids(subject, target, None), len(model.get_input_embeddings().weight)))
+    plain = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     lossless = OptimizeConfig.lossless().passes
-    optimize(plain.model, OptimizeConfig(lossless, allow_skips=True))
+    optimize(plain, OptimizeConfig(lossless, allow_skips=True))
+    # Processor time leaves out what other programs take, but counts threads that only wait for each other.
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
     rows: list[dict[str, Any]] = []
     result = {"bench": "auto", "environment": environment(device), "target": target, "new_tokens": new_tokens}
-    result |= {"calls": calls, "rows": rows}
+    result |= {"calls": calls, "clock": "processor" if alone else "wall", "rows": rows}
     for name in drafts:
         for text, ids in texts.items():
             step(f"{name}, {text}")
-            # anew for each text, so that none profits from what was learned of another
-            draft = ranking.load_draft(name, device, dtype)
-            optimize(guessing.model, OptimizeConfig((*lossless, Speculative(draft, "auto")), allow_skips=True))
+            row: dict[str, Any] = {"draft": name, "text": text, "rows": len(ids)} | dict.fromkeys(NUMBERS)
             try:
-                row = _measure(plain.model, guessing.model, text, ids.to(device), new_tokens, calls)
-            finally:
-                restore(guessing.model)
-                release(device)
-            rows.append({"draft": name, "text": text} | row)
+                # anew for each text, so that none profits from what was learned of another
+                draft = ranking.load_draft(name, device, number)
+                optimize(model, OptimizeConfig((*lossless, Speculative(draft, "auto")), allow_skips=True))
+                try:
+                    row |= _measure(plain, model, text, ids.to(device), new_tokens, calls, alone) | {"detail": ""}
+                finally:
+                    restore(model)
+            except AccelError as error:
+                row["detail"] = str(error)
+            release(device)
+            rows.append(row)
             keep(result)
     return result
+
+
+def exit_code(result: dict[str, Any]) -> int:
+    """3 if fp32 gave other tokens, 1 if nothing could be measured, else 0."""
+    rows = [row for row in result["rows"] if row["equal"] is not None]
+    if any(not row["equal"] and row["dtype"] == "float32" for row in rows):
+        return 3
+    return 0 if rows else 1
 
 
 def _texts(ids: torch.Tensor, vocabulary: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,9 +100,11 @@ def _texts(ids: torch.Tensor, vocabulary: int) -> Iterator[tuple[str, torch.Tens
     yield f"{ROWS} rows of {CODE}", code
 
 
-def _measure(plain: Any, guessing: Any, text: str, ids: torch.Tensor, new_tokens: int, calls: int) -> dict[str, Any]:
+def _measure(
+    plain: Any, guessing: Any, text: str, ids: torch.Tensor, new_tokens: int, calls: int, alone: bool
+) -> dict[str, Any]:
     sampling = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0} if text == RANDOM else {"do_sample": False}
-    clock = time.process_time if ids.device.type == "cpu" else time.perf_counter
+    clock = time.process_time if alone else time.perf_counter
 
     def seconds(model: Any) -> tuple[float, torch.Tensor]:
         torch.manual_seed(0)
@@ -94,7 +115,8 @@ def _measure(plain: Any, guessing: Any, text: str, ids: torch.Tensor, new_tokens
         synchronize(ids.device)
         return clock() - begun, out
 
-    seconds(plain), seconds(guessing)
+    for _ in range(2 if ids.is_cuda else 1):  # kernels, then graphs, which are recorded when met again
+        seconds(plain), seconds(guessing)
     times: list[tuple[float, float]] = []
     equal = True
     for call in range(calls):
@@ -105,10 +127,11 @@ def _measure(plain: Any, guessing: Any, text: str, ids: torch.Tensor, new_tokens
         equal = equal and torch.equal(ids_of_plain, ids_of_guessing)
     counters = report(guessing).counters
     return {
-        "rows": len(ids),
+        "dtype": dtype_name(guessing.dtype),
         "plain_ms": 1e3 * statistics.fmean(each for each, _ in times),
         "auto_ms": 1e3 * statistics.fmean(each for _, each in times),
         "speed_up": sum(each for each, _ in times) / sum(each for _, each in times),
         "left_alone": counters.get("speculative: calls without guesses (they have not paid)", 0),
+        "guesses": counters.get("speculative: drafted tokens", 0),
         "equal": equal,
     }

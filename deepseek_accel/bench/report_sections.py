@@ -186,6 +186,7 @@ def _auto(result: dict[str, Any]) -> Section:
         ("draft", text_of("draft")), ("text", text_of("text")), ("plain call ms", number_of("plain_ms")),
         ("with auto ms", number_of("auto_ms")), ("speed-up", ratio_of("speed_up")),
         ("calls left to plain decoding", text_of("left_alone")), ("same tokens", text_of("equal")),
+        ("remarks", checked),
     ]  # fmt: skip
     rows = result["rows"]
     chart = dots(

@@ -225,14 +225,14 @@ def auto_table(result: dict[str, Any]) -> Any:
             number(row["plain_ms"]),
             number(row["auto_ms"]),
             ratio(row["speed_up"]),
-            str(row["left_alone"]),
-            "equal" if row["equal"] else "other tokens",
+            "-" if row["left_alone"] is None else str(row["left_alone"]),
+            row["detail"] or ("equal" if row["equal"] else "other tokens"),
         ]
         for row in result["rows"]
     ]
     columns = ("draft", "text", "plain call, ms", "with auto, ms", "speed-up", "calls left alone", "tokens")
     calls = f"{result['calls']} calls of {result['new_tokens']} tokens each"
-    title = f"{describe(result['environment'])}\n{result['target']}: {calls}"
+    title = f"{describe(result['environment'])}\n{result['target']}: {calls}, {result['clock']} time"
     return table(title, columns, rows)
 
 

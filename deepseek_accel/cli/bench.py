@@ -231,7 +231,7 @@ def bench_auto(arguments: argparse.Namespace) -> int:
     result["command"] = arguments.command_line
     write(arguments, result)
     tables.console().print(tables.auto_table(result))
-    return 0
+    return auto.exit_code(result)
 
 
 def _bench_generate_arguments(command: argparse.ArgumentParser) -> None:

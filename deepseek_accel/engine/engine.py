@@ -363,11 +363,12 @@ def _serve(reference: Any, wake: threading.Event) -> None:
     rests = False
     while (core := reference()) is not None:
         busy = core.turn()
+        rests = rests and not busy
         over = core.over and not busy
         if over:
             core.end()
             return
-        if rests and not busy:
+        if rests:
             core.rest()
         del core
         if not busy:

@@ -30,7 +30,10 @@ NOT_OF_THE_CONFIG = (
 )
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 DECIDES_NOTHING = frozenset(
-    ("max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "temperature", "top_p", "repetition_penalty")
+    (
+        *("max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "temperature", "top_p", "repetition_penalty"),
+        "stop_strings",  # looked at apart
+    )
 )
 """Options that often differ from call to call and mean the same to whoever runs it."""
 
@@ -109,12 +112,15 @@ def _grounds(model: Any, given: Any, rest: dict[str, Any]) -> tuple[dict[str, An
     replaced = getattr(type(model), prepare) is not getattr(GenerationMixin, prepare) or prepare in vars(model)
     if replaced or type(ours) is not GenerationConfig or (given is not None and type(given) is not GenerationConfig):
         return None  # what such a one depends on nobody knows
+    if rest.keys() & {"defaults_only", "allow_custom_entries"}:
+        return None  # taken by whoever applies the options
     known = vars(ours).keys() | vars(GenerationConfig()).keys() | (vars(given).keys() if given is not None else set())
     named = {name: value for name, value in rest.items() if name in known and name not in DECIDES_NOTHING}
     if not all(type(value) in _PLAIN for value in named.values()):
         return None
     configs = (vars(ours), vars(model.config), {} if given is None else vars(given))
-    return (*map(dict, configs), named, {"given": given is not None})
+    asked = {"prepare": getattr(GenerationMixin, prepare), "mode": GenerationConfig.get_generation_mode}
+    return (*map(dict, configs), named, asked | {"given": given is not None})
 
 
 def _are_same(known: dict[str, Any], now: dict[str, Any]) -> bool:
