@@ -73,7 +73,7 @@ def why_stock_loop(model: Any, decision: Decision, args: tuple[Any, ...], kwargs
     if grounds is None or known is None or not all(map(_are_same, known, grounds)):
         reason = _why_not_ours(model._prepare_generation_config(given, **rest)[0])
         decision.known = grounds, reason
-    if reason is None and kwargs.get("tokenizer") is None and _stops_at_strings(model, given, rest):
+    if reason is None and kwargs.get("tokenizer") is None and stop_strings(model, given, rest) is not None:
         return "stop strings without a tokenizer"
     return reason
 
@@ -95,10 +95,6 @@ def stop_strings(model: Any, given: Any, kwargs: dict[str, Any]) -> Any:
     """The strings that end a call, from its arguments, the config given with it or the model's."""
     known = [config.stop_strings for config in (given, model.generation_config) if config is not None]
     return kwargs.get("stop_strings", next((found for found in known if found is not None), None))
-
-
-def _stops_at_strings(model: Any, given: Any, kwargs: dict[str, Any]) -> bool:
-    return stop_strings(model, given, kwargs) is not None
 
 
 def _grounds(model: Any, given: Any, rest: dict[str, Any]) -> tuple[dict[str, Any], ...] | None:
