@@ -6,10 +6,12 @@ E11), on whole models; the kernels alone are in the other files here.
 
 import copy
 import functools
+import os
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ if "cuda_graphs" not in PASSES:
     pytest.skip("this version has no CUDA graphs", allow_module_level=True)
 
 CACHE = cache_argument()
+ROOT = Path(__file__).parents[2]
 MODELS = ("deepseek", "deepseek_v2", "deepseek_v3", "llama", "qwen2")
 two_attentions = pytest.mark.parametrize("model_type", ["deepseek_v3", "llama"])
 
@@ -439,8 +442,9 @@ def test_G06_the_first_call_of_a_process(device, what, tmp_path):
     script.write_text(textwrap.dedent(FIRST_CALL))
     for model_type in ("deepseek_v3", "llama"):
         done = subprocess.run(
-            [sys.executable, str(script), device, what, model_type], capture_output=True, text=True, timeout=200
-        )
+            [sys.executable, str(script), device, what, model_type],
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.split()[0] in ("captured", "raised", "right") and done.stdout.split()[-1] == "usable"
 
