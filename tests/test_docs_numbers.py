@@ -1,6 +1,7 @@
 """Tables of the docs against the files of docs/bench they name: every number as `bench.tables.number` writes it."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,110 @@ def test_auto():
         (cells,) = (c for c in table_cells("speculative.md", names.get(draft, f'`"{draft}"`')) if c[-1][-1] == "x")
         assert cells[1:] == [f"{row['speed_up']:.2f}x" for row in rows if row["draft"] == draft], draft
     assert all(row["equal"] for row in rows) and min(row["speed_up"] for row in rows) >= 0.97
+
+
+GUESSES = {"h200-speculation-v2-lite": "V2-Lite", "h200-speculation-v3-4layer": "V3, 4 layers"}
+
+
+def words_of(page):
+    return " ".join((DOCS / page).read_text("utf-8").split())
+
+
+def by_steps(row):
+    return row["tokens_per_step"] * row["plain_ms"] / row["check_ms"]
+
+
+def test_guesses_on_a_gpu():
+    listed = 0
+    for file, model in GUESSES.items():
+        rows = rows_of(file)
+        for point, drafts in dict.fromkeys((row["point"], row["drafts"]) for row in rows):
+            pair = rows_of(file, point=point, drafts=drafts)
+            assert [row["forced"] for row in pair] == [0.62, 0.72] and pair[0]["plain_ms"] == pair[1]["plain_ms"]
+            (cells,) = (c for c in table_cells("speculative.md", f"{model}, {point}") if c[1] == str(drafts))
+            expected = [number(pair[0]["plain_ms"])]
+            expected.append(", ".join(number(row["check_ms"]) for row in pair))
+            expected.append(", ".join(ratio(row["check_ms"] / row["plain_ms"]) for row in pair))
+            expected.append(", ".join(number(row["tokens_per_step"]) for row in pair))
+            expected.append(", ".join(ratio(by_steps(row)) for row in pair) if point.startswith("1x") else "")
+            expected.append(", ".join(ratio(row["speed_up"]) for row in pair))
+            assert cells[2:] == expected, (model, point, drafts)
+            listed += 1
+    lines = [line for line in (DOCS / "speculative.md").read_text("utf-8").splitlines() if line.startswith("| V")]
+    assert len(lines) == listed == 15
+
+
+def steps_of_calls(row, new_tokens, calls):
+    """What `bench speculation` drew again: the steps of each call, and the tokens a step and row of all of them."""
+    draw, steps, row_steps = random.Random(1), [], 0
+    for _ in range(calls):
+        left = [new_tokens - 1] * int(row["point"].partition("x")[0])
+        steps.append(0)
+        while any(left):
+            steps[-1] += 1
+            for r, tokens in enumerate(left):
+                if tokens:
+                    hits = [draw.random() < row["forced"] for _ in range(min(row["drafts"], tokens - 1))]
+                    left[r] -= 1 + (hits.index(False) if False in hits else len(hits))
+                    row_steps += 1
+    return steps, calls * (new_tokens - 1) * len(left) / row_steps
+
+
+def test_luck_of_the_guesses():
+    rows = [(row, 64, 2) for row in rows_of("h200-speculation-v2-lite")]
+    rows += [(row, 128, 1) for row in rows_of("h200-speculation-v3-4layer")]
+    timed = {}
+    for row, new_tokens, warm in rows:
+        steps, per_step = steps_of_calls(row, new_tokens, warm + 3)
+        assert per_step == pytest.approx(row["tokens_per_step"], rel=1e-12), row
+        timed.setdefault((row["point"], row["drafts"], row["forced"]), steps[warm:])  # V2-Lite's come first
+    text = words_of("speculative.md")
+    a, b, c = timed["1x1024", 3, 0.72]
+    assert f"with three guesses at 0.72 the timed calls took {a}, {b} and {c} steps for 63 tokens" in text
+    (row,) = rows_of("h200-speculation-v2-lite", point="1x1024", drafts=3, forced=0.72)
+    lucky, mean = number(63 / min(a, b, c), 2), number(row["tokens_per_step"])
+    assert f"So {row['speed_up']:.2f} is a call of {lucky} tokens a step; all calls have {mean} in the mean" in text
+    assert f"which makes {by_steps(row):.2f}." in text
+    a, b, c = timed["1x1024", 7, 0.72]
+    assert f"With seven guesses at 0.72 they took {a}, {b} and {c}." in text
+    eight, many = (
+        " and ".join(", ".join(map(str, timed[point, 3, 0.72])).rsplit(", ", 1)) for point in ("8x1024", "32x1024")
+    )
+    assert f"With three at 0.72, 8 rows took {eight} steps, and 32 rows {many}." in text
+
+
+def test_what_guesses_reach():
+    text = words_of("speculative.md")
+    low, high = rows_of("h200-speculation-v2-lite", point="1x1024", drafts=3)
+    steps = " and ".join(f"{by_steps(row):.2f}" for row in (low, high))
+    gains = [
+        " and ".join(f"{row['speed_up']:.2f}" for row in rows_of("h200-speculation-v2-lite", point=point, drafts=3))
+        for point in ("1x1024", "8x1024", "32x1024")
+    ]
+    assert f"with {gains[0]}, by steps {steps}. 8 rows have {gains[1]}. 32 rows have {gains[2]}," in text
+    assert max(by_steps(row) for row in rows_of("h200-speculation-v2-lite", point="1x1024")) == by_steps(high)
+    lost = {(r["point"], r["drafts"]): r["speed_up"] for r in rows_of("h200-speculation-v2-lite") if r["speed_up"] < 1}
+    assert list(lost) == [("1x1024", 7), ("8x1024", 1)]
+    seven, one = (f"{gain:.2f}" for gain in lost.values())
+    assert f"seven guesses lose at batch 1 ({seven}), and one guess loses with 8 rows ({one})" in text
+    v3 = rows_of("h200-speculation-v3-4layer")
+    assert f"V3's four layers have {max(row['speed_up'] for row in v3):.2f} at best" in text
+    assert all(row["speed_up"] < 1 for row in v3 if row["forced"] == 0.62)
+
+    bytes_ms = {}
+    for tokens in (1, 2, 4, 8):
+        (cells,) = (c for c in table_cells("speculative.md", tokens) if len(c) == 6)
+        bytes_ms[tokens] = float(cells[2])
+        assert cells[1] == f"{64 * (1 - (1 - 6 / 64) ** tokens):.1f}"
+        assert float(cells[3]) == pytest.approx(bytes_ms[tokens] / bytes_ms[1], abs=0.01)
+        for cell, a in zip(cells[4:], (0.62, 0.72), strict=True):
+            assert float(cell) == pytest.approx((1 - a**tokens) / (1 - a) / float(cells[3]), abs=0.01)
+    slower = [low["plain_ms"] / bytes_ms[1], low["check_ms"] / bytes_ms[4]]
+    a, b = (f"{value:.1f}" for value in slower)
+    assert f"A plain step takes {a} times what its bytes take, a check of four tokens {b} times." in text
+    high_ms, low_ms = (low["plain_ms"] * (1 - a**4) / (1 - a) / 1.6 for a in (0.72, 0.62))
+    need = f"{high_ms:.1f} ms at 0.72 and {low_ms:.1f} ms at 0.62, {high_ms / bytes_ms[4]:.1f} and"
+    assert f"would have to take {need} {low_ms / bytes_ms[4]:.2f} times its bytes; it takes 4.0." in text
+    eight, many = (rows_of("h200-speculation-v2-lite", point=f"{n}x1024", drafts=3) for n in (8, 32))
+    a, b = (f"{sum(row['check_ms'] / row['plain_ms'] for row in pair) / 2:.1f}" for pair in (eight, many))
+    assert f"Four tokens a row take {a} and {b} times as long as one there." in text
