@@ -279,3 +279,32 @@ def test_what_guesses_reach():
     eight, many = (rows_of("h200-speculation-v2-lite", point=f"{n}x1024", drafts=3) for n in (8, 32))
     a, b = (f"{sum(row['check_ms'] / row['plain_ms'] for row in pair) / 2:.1f}" for pair in (eight, many))
     assert f"Four tokens a row take {a} and {b} times as long as one there." in text
+
+
+def test_deepseek_moe():
+    rows = {row["variant"]: row for row in rows_of("h200-deepseek-moe-16b")}
+    whole, packed = rows["all"], rows["int4"]
+    for variant, row in rows.items():
+        found = table_cells("adaptive_topk.md", {"all": "without the pass"}.get(variant, variant))
+        (cells,) = (cells for cells in found if len(cells) == 9)
+        expected = [number(row[key]) for key in ("ttft_ms", "experts_per_step", "itl_ms")]
+        expected += [ratio(whole["itl_ms"] / row["itl_ms"]), number(row["tokens_per_second"]), number(row["floor_ms"])]
+        expected += [f"{row['floor_ratio']:.2f}", f"{row['weight_bytes'] / 1e9:.2f}"]
+        assert cells[1:] == expected, variant
+    assert len(rows) == 8
+    text = words_of("adaptive_topk.md")
+    a, b, c = (
+        f"{100 * (whole['itl_ms'] - row['itl_ms']) / (whole['floor_ms'] - row['floor_ms']):.0f} %"
+        for row in (rows["target 0.75"], rows["top2"], rows["top1"])
+    )
+    assert f"target 0.75 gives {a}, `top2` {b} and `top1` {c}." in text
+    four_bits = [row for variant, row in rows.items() if variant.startswith("int4")]
+    low, high = (f"{pick(row['floor_ratio'] for row in four_bits):.1f}" for pick in (min, max))
+    assert f"In four bits a step takes {low} to {high} times its bytes" in text
+    times = [row["itl_ms"] for row in four_bits if row is not packed]
+    assert f"within {100 * (max(times) / min(times) - 1):.0f} % of each other" in text
+    a, b, c, d = (number(row["ttft_ms"]) for row in four_bits)
+    two = f"{a} and {b} ms in two of the packed variants"
+    assert f"the first token takes {two} and {c} and {d} in the other two was not looked into" in text
+    accuracy = whole["accuracy"]
+    assert f"within {accuracy['error']:.3f} of stock's, whose own noise is {accuracy['noise']:.3f}." in text
