@@ -134,3 +134,36 @@ def test_times_of_caches_are_those_of_the_file():
     assert f"({top:.2f}x at 1x2048, window {window:.2f}x)" in ROWS["S2"][3]
     several = f"gave {gains[8, 'top_attention_50']:.2f}x and 0.56x, and {gains[8, 'window_50']:.2f}x and 1.58x with the"
     assert several in " ".join(SECTIONS["S2"].split())
+
+
+def test_adaptive_gating_is_that_of_the_file():
+    rows = {row["variant"]: row for row in rows_of("h200-deepseek-moe-16b")}
+    order = ("top1", "top2", "target 0.75", "all")
+    a, b, c, d = (f"{rows[variant]['tokens_per_second']:.0f}" for variant in order)
+    cell = f"{a} / {b} / {c} tokens/s for top-1 / top-2 / adaptive (target 0.75), {d} with all six"
+    names = ("int4 top1", "int4 top2", "int4 target 0.75", "int4")
+    a, b, c, d = (f"{rows[name]['tokens_per_second']:.0f}" for name in names)
+    assert f"{cell}; in four bits {a} / {b} / {c}, {d};" in ROWS["S5"][3]
+    a, b, c, d = (
+        f"{rows[f'{kind}target 0.75']['itl_ms'] / rows[f'{kind}{other}']['itl_ms']:.2f}"
+        for kind in ("", "int4 ")
+        for other in ("top1", "top2")
+    )
+    said = f"top-1 is {a} times as fast as target 0.75 and top-2 {b} times, in four bits {c} and {d} times."
+    assert said in " ".join(SECTIONS["S5"].split())
+
+
+def test_guesses_are_those_of_the_files():
+    def pair(file, point, value):
+        rows = [row for row in rows_of(file) if (row["point"], row["drafts"]) == (point, 3)]
+        return " and ".join(f"{value(row):.2f}x" for row in rows)
+
+    def gain(row):
+        return row["speed_up"]
+
+    v2, v3 = "h200-speculation-v2-lite", "h200-speculation-v3-4layer"
+    low, high = pair(v2, "1x1024", gain).split(" and ")
+    steps = pair(v2, "1x1024", lambda row: row["tokens_per_step"] * row["plain_ms"] / row["check_ms"])
+    cell = f"V2-Lite: {low} and {high} (at 0.62 and 0.72) at batch 1, the best of three calls, by its steps {steps};"
+    many = f"{pair(v2, '32x1024', gain)} with 32 rows; V3, 4 layers, batch 1: {pair(v3, '1x1024', gain)}"
+    assert f"{cell} {many}" in ROWS["S6"][3]
