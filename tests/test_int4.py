@@ -304,8 +304,7 @@ def _interpreted_mma_linear(tokens, size, count, gated):
     x = x / 64  # products of large groups stay in fp16
     assert int4_linear.takes_mma(weight)
     errors = []
-    for warps in (1, 2):
-        program = int4_mma.Program(warps)
+    for program in (int4_mma.Program(1), int4_mma.Program(2, 16, 2), int4_mma.Program(1, 32, 2)):
         if gated:
             exact = int4_gated_reference(x.double(), weight, up)
             ours = int4_mma.launch_dense(x, weight.tensors(), up.tensors(), 128, program=program)
@@ -337,8 +336,7 @@ def _interpreted_mma_several(tokens, size, counts, with_bias):
     biases = tuple(randn(n, dtype=torch.float16) if i in with_bias else None for i, n in enumerate(counts))
     x = randn(tokens, size, dtype=torch.float16) / 64
     errors = []
-    for warps in (1, 2):
-        program = int4_mma.Program(warps)
+    for program in (int4_mma.Program(1), int4_mma.Program(2, 16, 2)):
         found = int4_mma.launch_several(x, tuple(w.tensors() for w in weights), 128, biases, program)
         for ours, weight, bias in zip(found, weights, biases, strict=True):
             assert ours.is_contiguous()
@@ -360,8 +358,8 @@ def test_several_by_mma_interpreted(tokens, size, counts, with_bias):
     assert max(interpret(_interpreted_mma_several, tokens, size, counts, with_bias)) < 2e-3
 
 
-def _interpreted_mma_experts(case, num_shared):
-    from deepseek_accel.kernels import int4_mma
+def _interpreted_mma_experts(case, num_shared, pairs, rows):
+    from deepseek_accel.kernels import int4_mma, int4_mma_pairs
 
     hidden, *others, residual = make_experts(case, torch.float16, num_shared)
     hidden = hidden / 64  # products of large groups stay in fp16
@@ -369,8 +367,9 @@ def _interpreted_mma_experts(case, num_shared):
     exact = exact_mixture(hidden, *others, residual)
     out = torch.empty_like(hidden)
     riding = shared and tuple(weight.tensors() for weight in shared)
-    programs = (int4_mma.Program(1), int4_mma.Program(2))
-    int4_mma.launch_experts(
+    programs = (int4_mma.Program(1, 16, 2), int4_mma.Program(2, rows, rows // 16))
+    launch = int4_mma_pairs.launch if pairs else int4_mma.launch_experts
+    launch(
         hidden, indices, weights, gate_up.tensors(), down.tensors(), out, riding, residual, case[4], case[5], programs
     )
     return relative_error(out, exact)
@@ -384,5 +383,6 @@ def _interpreted_mma_experts(case, num_shared):
         ((20, 3, 3, 128, 128, 128), 2),  # several tiles of an expert
     ],
 )
-def test_experts_by_mma_interpreted(case, num_shared):
-    assert interpret(_interpreted_mma_experts, case, num_shared) < 3e-3
+@pytest.mark.parametrize("pairs, rows", [(False, 16), (True, 16), (True, 32)])
+def test_experts_by_mma_interpreted(case, num_shared, pairs, rows):
+    assert interpret(_interpreted_mma_experts, case, num_shared, pairs, rows) < 3e-3

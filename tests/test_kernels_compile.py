@@ -46,6 +46,7 @@ KERNELS = [
     ("int4", "dequantize_kernel"),
     ("int4_dots", "int4_dots_kernel"),
     ("int4_mma", "int4_mma_kernel"),
+    ("int4_mma_pairs", "int4_mma_down_kernel"),
     ("int4_pairs", "int4_pair_gate_up_kernel"),
     ("int4_pairs", "int4_pair_down_kernel"),
     ("int4_tiles", "int4_tiles_kernel"),
@@ -138,7 +139,9 @@ def lanes_of_mma(kernel, signature, constexprs, options, capability, num_warps):
     return {(int(count), layouts[name]) for count, name in found}
 
 
-@pytest.mark.parametrize("name, capability", [("gate_up-1", 80), ("down-1", 100), ("dense-2", 90)])
+@pytest.mark.parametrize(
+    "name, capability", [("gate_up-1", 80), ("down-1", 100), ("dense-2", 90), ("down-v2-lite", 90)]
+)
 def test_a_number_of_a_tensor_is_in_the_lane_that_mma_expects(name, capability):
     """`int4_mma` relies on it: number i is in lane i % 32 of warp i // 32, in each tensor that assembly takes or gives.
     Nothing in Triton's language says so; if a version lays them out otherwise, products are silently wrong."""
@@ -151,5 +154,5 @@ def test_a_number_of_a_tensor_is_in_the_lane_that_mma_expects(name, capability):
         return count == 32 * warps and layout.startswith("#ttg.blocked") and all(part in layout for part in expected)
 
     assert all(plain(*lane, warps) for lane in lanes_of_mma(*case, capability, warps))
-    other = lanes_of_mma(*case, capability, warps // 2)  # a program that is too small: the check must see it
-    assert not any(plain(*lane, warps // 2) for lane in other)
+    other = lanes_of_mma(*case, capability, 2 * warps)  # a program that is too large: the check must see it
+    assert not any(plain(*lane, 2 * warps) for lane in other)

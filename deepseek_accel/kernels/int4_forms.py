@@ -1,8 +1,8 @@
 """What the two tiled kernels of four-bit weights have in common, `int4_mma.py` and `int4_tiles.py`.
 
 Each serves three products (FORM): gate and up of experts, down of experts, and a dense weight; `int4_mma.py` also
-SEVERAL dense weights of one input. Their arguments up to the number of inputs and outputs are the same, and so is what
-happens around the experts' two.
+SEVERAL dense weights of one input, and PAIRS: gate and up of experts, pair by pair, not sorted. Their arguments up to
+the number of inputs and outputs are the same, and so is what happens around the experts' two.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import triton.language as tl
 from .experts_order import launch_combine, launch_sort
 from .int4 import Packed, group_words
 
-DENSE, GATE_UP, DOWN, SEVERAL = 0, 1, 2, 3
+DENSE, GATE_UP, DOWN, SEVERAL, PAIRS = 0, 1, 2, 3, 4
 
 
 @triton.jit
@@ -52,7 +52,8 @@ def weights_of_expert(
 @dataclass
 class Product:
     """One launch of either kernel. weights: `words`, `more_words` and `up_words` with their groups; experts: E, SLOTS,
-    SHARED, in SEVERAL the rows of the three weights; order, plan: of `launch_sort`, for experts."""
+    SHARED, in SEVERAL the rows of the three weights; order, plan: of `launch_sort`, for experts, in PAIRS order is the
+    indices."""
 
     form: int
     x: torch.Tensor

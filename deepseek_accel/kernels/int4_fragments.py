@@ -11,14 +11,24 @@ import triton.language as tl
 from .int4 import INTERPRETED, split_groups
 
 
-def _product(kind: str, base: int) -> tl.constexpr:
-    """PTX: four words (as two 64-bit numbers) of the lower row, four of the upper, 16 pairs of inputs (as eight) ->
-    the four sums of a lane."""
-    lines = ["{ .reg .b32 a<4>, l<4>, h<4>, x<16>; .reg .f32 c<4>;"]
-    lines += [f"mov.f32 c{i}, 0f00000000;" for i in range(4)]
+def _multiply_add(kind: str, chain: int, rows: str, pair: int, other: int) -> str:
+    """PTX: a product of four registers of rows with two of tokens, added to one chain of sums."""
+    sums = ", ".join(f"c{chain * 4 + i}" for i in range(4))
+    operands = f"{{{sums}}}, {{{rows}}}, {{x{pair}, x{other}}}, {{{sums}}};"
+    return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {operands}"
+
+
+# Half of the products are one chain and half another, added at the end: each waits for the one before it.
+
+
+def _product(kind: str) -> tl.constexpr:
+    """PTX: `upper_bits`, four words (as two 64-bit numbers) of the lower row, four of the upper, 16 pairs of inputs
+    (as eight) -> the four sums of a lane."""
+    lines = ["{ .reg .b32 a<4>, l<4>, h<4>, x<16>; .reg .f32 c<8>;"]
+    lines += [f"mov.f32 c{i}, 0f00000000;" for i in range(8)]
     for i in range(2):
-        lines += [f"mov.b64 {{l{2 * i}, l{2 * i + 1}}}, ${4 + i};", f"mov.b64 {{h{2 * i}, h{2 * i + 1}}}, ${6 + i};"]
-    lines += [f"mov.b64 {{x{2 * i}, x{2 * i + 1}}}, ${8 + i};" for i in range(8)]
+        lines += [f"mov.b64 {{l{2 * i}, l{2 * i + 1}}}, ${5 + i};", f"mov.b64 {{h{2 * i}, h{2 * i + 1}}}, ${7 + i};"]
+    lines += [f"mov.b64 {{x{2 * i}, x{2 * i + 1}}}, ${9 + i};" for i in range(8)]
     for word in range(4):
         for place in (0, 2):
             for number, (row, shift) in enumerate((row, shift) for shift in (0, 1) for row in "lh"):
@@ -26,27 +36,20 @@ def _product(kind: str, base: int) -> tl.constexpr:
                 if place + shift:
                     lines.append(f"shr.b32 a{number}, {source}, {4 * (place + shift)};")
                     source = f"a{number}"
-                lines.append(f"lop3.b32 a{number}, {source}, 0x000F000F, {base:#x}, 0xEA;")
+                lines.append(f"lop3.b32 a{number}, {source}, 0x000F000F, $4, 0xEA;")
             first = 4 * place + word
-            lines.append(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{c0, c1, c2, c3}}, {{a0, a1, a2, a3}}, "
-                f"{{x{first}, x{first + 4}}}, {{c0, c1, c2, c3}};"
-            )
-    lines += [f"mov.f32 ${i}, c{i};" for i in range(4)]
+            lines.append(_multiply_add(kind, place // 2, "a0, a1, a2, a3", first, first + 4))
+    lines += [f"add.f32 ${i}, c{i}, c{i + 4};" for i in range(4)]
     return tl.constexpr(" ".join([*lines, "}"]))
 
 
 def _sums(kind: str, one: int) -> tl.constexpr:
     """PTX: 16 pairs of inputs -> the sums of x of a lane's two tokens."""
-    lines = ["{ .reg .b32 a, x<16>; .reg .f32 c<4>;", f"mov.b32 a, {one:#x};"]
-    lines += [f"mov.f32 c{i}, 0f00000000;" for i in range(4)]
+    lines = ["{ .reg .b32 a, x<16>; .reg .f32 c<8>;", f"mov.b32 a, {one:#x};"]
+    lines += [f"mov.f32 c{i}, 0f00000000;" for i in range(8)]
     lines += [f"mov.b64 {{x{2 * i}, x{2 * i + 1}}}, ${2 + i};" for i in range(8)]
-    for i in range(0, 16, 2):
-        lines.append(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{c0, c1, c2, c3}}, {{a, a, a, a}}, "
-            f"{{x{i}, x{i + 1}}}, {{c0, c1, c2, c3}};"
-        )
-    return tl.constexpr(" ".join([*lines, "mov.f32 $0, c0; mov.f32 $1, c1; }"]))
+    lines += [_multiply_add(kind, i // 2 % 2, "a, a, a, a", i, i + 1) for i in range(0, 16, 2)]
+    return tl.constexpr(" ".join([*lines, "add.f32 $0, c0, c4; add.f32 $1, c1, c5; }"]))
 
 
 def _pairs() -> tl.constexpr:
@@ -60,15 +63,15 @@ def _pairs() -> tl.constexpr:
     return tl.constexpr(" ".join([*lines, "}"]))
 
 
-BF16_PRODUCT, FP16_PRODUCT = _product("bf16", 0x43004300), _product("f16", 0x64006400)
+BF16_PRODUCT, FP16_PRODUCT = _product("bf16"), _product("f16")
 BF16_SUMS, FP16_SUMS = _sums("bf16", 0x3F803F80), _sums("f16", 0x3C003C00)
 PAIRS = _pairs()
-PRODUCT_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 4 + ["l"] * 12))
+PRODUCT_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 4 + ["r"] + ["l"] * 12))
 SUMS_CONSTRAINTS = tl.constexpr(",".join(["=f"] * 2 + ["l"] * 8))
 PAIRS_CONSTRAINTS = tl.constexpr(",".join(["=l"] * 8 + ["l"] * 8))
 LOAD_WEIGHTS = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b64 $0, 0; mov.b64 $1, 0; "
-    "@p ld.global.nc.L1::no_allocate.v2.b64 {$0, $1}, [$2]; }"
+    "@p ld.global.L1::no_allocate.v2.b64 {$0, $1}, [$2]; }"
 )
 LOAD_INPUTS = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $9, 0; "
@@ -77,7 +80,34 @@ LOAD_INPUTS = tl.constexpr(
     + " ".join(f"@p ld.global.v2.b64 {{${2 * i}, ${2 * i + 1}}}, [$8 + {16 * i}];" for i in range(4))
     + " }"
 )
+PLACE_BITS = tl.constexpr("{ .shared .align 4 .b32 upper_bits; mov.u32 $0, upper_bits; st.shared.b32 [$0], $1; }")
+READ_BITS = tl.constexpr("bar.warp.sync 0xffffffff; ld.shared.b32 $0, [$1];")
 LOAD_INPUTS_CONSTRAINTS = tl.constexpr(",".join(["=&l"] * 8 + ["l", "r"]))
+
+
+@triton.jit
+def place_upper_bits(lanes, dtype: tl.constexpr):
+    """Once in a kernel, lanes [L] int32: where `upper_bits` reads."""
+    if INTERPRETED:
+        return lanes
+    else:
+        BITS: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        bits = tl.full(lanes.shape, BITS, tl.int32)
+        return tl.inline_asm_elementwise(PLACE_BITS, "=&r,r", [bits], tl.int32, False, 1)
+
+
+@triton.jit
+def upper_bits(place):
+    """The bits above a code that make it a number, [L]: of 128 in bf16, of 1024 in fp16.
+
+    They are known, but ptxas must not know them: it moves loads down to where they are used, behind the products
+    before, and then every step waits for the memory. From shared memory, behind a barrier of the warp, these bits come
+    after all loads that are asked for above, and every product needs them.
+    """
+    if INTERPRETED:
+        return place
+    else:
+        return tl.inline_asm_elementwise(READ_BITS, "=r,r", [place], tl.int32, False, 1)
 
 
 @triton.jit
@@ -94,7 +124,7 @@ def load_words_of(address, present):
 
 @triton.jit
 def load_inputs_of(address, valid):
-    """int64 addresses [L] of 32 inputs of 16 bits -> eight int64 [L], 0 where not `valid`; paired for `_multiply`."""
+    """int64 addresses [L] of 32 inputs of 16 bits -> eight int64 [L], 0 where not `valid`."""
     if INTERPRETED:
         pointer = address.to(tl.pointer_type(tl.int64))
         x0 = tl.load(pointer, mask=valid, other=0)
@@ -107,9 +137,17 @@ def load_inputs_of(address, valid):
         x7 = tl.load(pointer + 7, mask=valid, other=0)
         return x0, x1, x2, x3, x4, x5, x6, x7
     else:
-        x0, x1, x2, x3, x4, x5, x6, x7 = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             LOAD_INPUTS, LOAD_INPUTS_CONSTRAINTS, [address, valid.to(tl.int32)], (tl.int64,) * 8, False, 1
         )
+
+
+@triton.jit
+def pair_inputs(x0, x1, x2, x3, x4, x5, x6, x7):
+    """Inputs as `load_inputs_of` gives them, in the order of `_multiply`."""
+    if INTERPRETED:
+        return x0, x1, x2, x3, x4, x5, x6, x7
+    else:
         return tl.inline_asm_elementwise(
             PAIRS, PAIRS_CONSTRAINTS, [x0, x1, x2, x3, x4, x5, x6, x7], (tl.int64,) * 8, True, 1
         )
@@ -145,9 +183,9 @@ def _by_definition(rows, numbers):
 
 
 @triton.jit
-def _multiply(low0, low1, high0, high1, x0, x1, x2, x3, x4, x5, x6, x7, dtype: tl.constexpr):
-    """Codes of two rows of a lane, with what `_added` says on them, times tokens: rows l / 4 and l / 4 + 8, tokens
-    2 (l % 4) and the next: (lower first, lower second, upper first, upper second), [L] fp32 each."""
+def _multiply(upper, low0, low1, high0, high1, x0, x1, x2, x3, x4, x5, x6, x7, dtype: tl.constexpr):
+    """Codes of two rows of a lane, with what `_added` says on them (`upper_bits`), times tokens: rows l / 4 and
+    l / 4 + 8, tokens 2 (l % 4) and the next: (lower first, lower second, upper first, upper second), [L] fp32 each."""
     if INTERPRETED:
         numbers = _numbers(x0, x1, x2, x3, x4, x5, x6, x7, dtype)
         a, b = _by_definition(_codes(low0, low1), numbers)
@@ -158,7 +196,7 @@ def _multiply(low0, low1, high0, high1, x0, x1, x2, x3, x4, x5, x6, x7, dtype: t
         return tl.inline_asm_elementwise(
             PRODUCT,
             PRODUCT_CONSTRAINTS,
-            [low0, low1, high0, high1, x0, x1, x2, x3, x4, x5, x6, x7],
+            [upper, low0, low1, high0, high1, x0, x1, x2, x3, x4, x5, x6, x7],
             (tl.float32,) * 4,
             True,
             1,
@@ -191,19 +229,38 @@ def _added(dtype: tl.constexpr):
 
 @triton.jit
 def add_group(
-    t0, t1, t2, t3, low0, low1, high0, high1, low_group, high_group, x0, x1, x2, x3, x4, x5, x6, x7, sum0, sum1,
-    dtype: tl.constexpr,
+    t0, t1, t2, t3, upper, low0, low1, high0, high1, low_group, high_group, x0, x1, x2, x3, x4, x5, x6, x7, sum0, sum1,
+    factor, dtype: tl.constexpr,
 ):  # fmt: skip
-    """The four sums of a lane with a group's products added."""
-    p0, p1, p2, p3 = _multiply(low0, low1, high0, high1, x0, x1, x2, x3, x4, x5, x6, x7, dtype)
+    """The four sums of a lane with a group's products, times `factor`, added."""
+    p0, p1, p2, p3 = _multiply(upper, low0, low1, high0, high1, x0, x1, x2, x3, x4, x5, x6, x7, dtype)
     low_scale, low_zero = split_groups(low_group, dtype)
     high_scale, high_zero = split_groups(high_group, dtype)
     low_zero, high_zero = low_zero + _added(dtype), high_zero + _added(dtype)
+    low_scale, high_scale = low_scale * factor, high_scale * factor
     t0 += low_scale * (p0 - low_zero * sum0)
     t1 += low_scale * (p1 - low_zero * sum1)
     t2 += high_scale * (p2 - high_zero * sum0)
     t3 += high_scale * (p3 - high_zero * sum1)
     return t0, t1, t2, t3
+
+
+@triton.jit
+def load_rows(words, groups, apart, groups_apart, low, high, chunk, group, present, inside):
+    """Codes and groups at one place of each lane's two rows: (lower half, upper half) of the lower row's codes, those
+    of the upper row, both groups.
+
+    words, groups: int64 addresses of the lower row's; the upper row's are `apart` and `groups_apart` bytes on. low,
+    high: whether the rows are there; present: whether the lane's chunk of 32 is; inside: whether the group is, whose
+    sums a lane may hold without a chunk of it. What is not there is not read, and its scale is 0.
+    """
+    words += chunk * 16
+    low0, low1 = load_words_of(words, present & low)
+    high0, high1 = load_words_of(words + apart, present & high)
+    groups += group * 4
+    low_group = tl.load(groups.to(tl.pointer_type(tl.int32)), mask=inside & low, other=0)
+    high_group = tl.load((groups + groups_apart).to(tl.pointer_type(tl.int32)), mask=inside & high, other=0)
+    return low0, low1, high0, high1, low_group, high_group
 
 
 @triton.jit

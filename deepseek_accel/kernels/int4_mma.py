@@ -12,6 +12,9 @@ fp16, a code is the number 128 + code. Scale, zero and what was added apply to t
 where the sums of x are one more product, with ones. So a weight costs about two instructions, where `int4_dots.py`
 needs three and a half, and 8 tokens cost what one does.
 
+A step's weights, 128 inputs of the rows, are asked for one or two steps ahead, and so are the inputs of up to 8 tokens;
+`upper_bits` sees to it that the compiler leaves them there.
+
 Every tensor is one number per lane, [32 * warps]: then no layout but the plain one exists, and lanes are where the
 instruction wants them.
 """
@@ -26,9 +29,28 @@ from . import choices, launching
 from .experts_order import ROW_TILES, tile_of_program
 from .experts_pairs import silu
 from .int4 import Packed
-from .int4_forms import DENSE, DOWN, GATE_UP, SEVERAL, Product, compile_signature, dense_product, weights_of_expert
+from .int4_forms import (
+    DENSE,
+    DOWN,
+    GATE_UP,
+    PAIRS,
+    SEVERAL,
+    Product,
+    compile_signature,
+    dense_product,
+    weights_of_expert,
+)
 from .int4_forms import launch_experts as launch_mixture
-from .int4_fragments import add_group, gather, load_inputs_of, load_words_of, token_sums
+from .int4_fragments import (
+    add_group,
+    gather,
+    load_inputs_of,
+    load_rows,
+    pair_inputs,
+    place_upper_bits,
+    token_sums,
+    upper_bits,
+)
 from .launching import launch_dependents, wait
 
 TOKENS = 8
@@ -36,56 +58,35 @@ TOKENS = 8
 
 
 @triton.jit
-def _load_rows(words, groups, row_low, row_high, width, scales_width, chunk, group, present, inside):
-    """Codes and groups at one place of each lane's two rows. words, groups: int64 addresses. present: whether the
-    lane's chunk is there; inside: whether the group is, whose sums a lane may hold without a chunk of it."""
-    low0, low1 = load_words_of(words + (row_low * width + chunk * 4) * 4, present)
-    high0, high1 = load_words_of(words + (row_high * width + chunk * 4) * 4, present)
-    low_at = (groups + (row_low * scales_width + group) * 4).to(tl.pointer_type(tl.int32))
-    high_at = (groups + (row_high * scales_width + group) * 4).to(tl.pointer_type(tl.int32))
-    low_group, high_group = tl.load(low_at, mask=inside, other=0), tl.load(high_at, mask=inside, other=0)
-    return low0, low1, high0, high1, low_group, high_group
-
-
-@triton.jit
 def _fetch(
-    step, lane, low, high, next_low, next_high, words, groups, more_words, more_groups, width, scales_width,
-    GATED: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    step, lane, low, high, next_low, next_high, words, groups, more_words, more_groups, apart, groups_apart,
+    D: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """What a warp computes with at `step` [L], 128 inputs: their offset, whether a lane's are there, and codes and
-    groups of each lane's two times two rows. Beyond the end nothing is read, and the scale is 0.
-
-    words, groups: addresses of the rows; more_*: of the second rows, if GATED.
-    """
-    STEPS: tl.constexpr = (D + 127) // 128
-    inside = step < STEPS
-    step = tl.minimum(step, STEPS - 1)
+    """What a warp computes with at `step` [L], 128 inputs: the lane's chunk of 32, whether it is there, and codes and
+    groups of each lane's two rows, and of two more if TWO. The rest as in `load_rows`."""
+    inside = step < (D + 127) // 128
     chunk = step * 4 + lane % 4
-    valid = inside & (chunk < D // 32)
-    chunk = tl.minimum(chunk, D // 32 - 1)
+    present = chunk < D // 32
     group = step // (GROUP // 128)
-    a0, a1, a2, a3, a4, a5 = _load_rows(words, groups, low, high, width, scales_width, chunk, group, valid, inside)
-    if GATED:
-        b0, b1, b2, b3, b4, b5 = _load_rows(
-            more_words, more_groups, low, high, width, scales_width, chunk, group, valid, inside
+    a0, a1, a2, a3, a4, a5 = load_rows(words, groups, apart, groups_apart, low, high, chunk, group, present, inside)
+    b0, b1, b2, b3, b4, b5 = a0, a1, a2, a3, a4, a5
+    if TWO:
+        b0, b1, b2, b3, b4, b5 = load_rows(
+            more_words, more_groups, apart, groups_apart, next_low, next_high, chunk, group, present, inside
         )
-    else:
-        b0, b1, b2, b3, b4, b5 = _load_rows(
-            words, groups, next_low, next_high, width, scales_width, chunk, group, valid, inside
-        )
-    return chunk * 32, valid, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5
+    return chunk, present, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def int4_mma_kernel(
     x,  # hidden [T, D], or active [pairs, D] for DOWN; rows contiguous, of 16 bytes' alignment
-    order,  # [pairs], as are `tiles` used by GATE_UP and DOWN
+    order,  # [pairs], as are `tiles` used by GATE_UP and DOWN; the indices [T * K] for PAIRS
     tiles,  # [3, num_tiles]
-    words,  # [E, N, WORDS], [E, 2N, WORDS] for GATE_UP, or [N, WORDS]; contiguous, as are all that follow
+    words,  # [E, N, WORDS], [E, 2N, WORDS] for GATE_UP and PAIRS, or [N, WORDS]; contiguous, as are all that follow
     groups,
     more_words,  # the shared experts' (gate's), the up weight of a gated DENSE, or the second of SEVERAL
     more_groups,
-    up_words,  # the shared experts' up, for GATE_UP, or the third of SEVERAL
+    up_words,  # the shared experts' up, for GATE_UP and PAIRS, or the third of SEVERAL
     up_groups,
     bias,  # [N], used if BIAS
     residual,  # [T, N], used if ADD
@@ -106,13 +107,16 @@ def int4_mma_kernel(
     N: tl.constexpr,
     GROUP: tl.constexpr,
     TILES: tl.constexpr,  # of 8 tokens: 1 or 2
+    ROWS: tl.constexpr,  # 16 or 32; 16 if GATED
     WARPS: tl.constexpr,
+    DEPTH: tl.constexpr,  # 1 or 2
     ROW_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has 32 rows of weights, or 16 of gate and 16 of up, and 8 or 16 tokens; its warps share the groups."""
+    """A program has ROWS rows of weights, or 16 of gate and 16 of up, and 8 or 16 tokens; its warps share the groups.
+    Weights of DEPTH steps are on their way while one is computed with, and inputs of 8 tokens of one step."""
     launch_dependents(PDL)
-    ROWS: tl.constexpr = 16 if GATED else 32
+    TWO: tl.constexpr = GATED or ROWS == 32
     BLOCK_M: tl.constexpr = 8 * TILES
     C0: tl.constexpr = (E + ROWS - 1) // ROWS
     C1: tl.constexpr = (SLOTS + ROWS - 1) // ROWS
@@ -124,6 +128,7 @@ def int4_mma_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     lanes = tl.arange(0, 32 * WARPS)
     lane, warp = lanes % 32, lanes // 32
+    place = place_upper_bits(lanes, dtype)
     first_words, first_groups = words.to(tl.int64), groups.to(tl.int64)
     second_words, second_groups = more_words.to(tl.int64), more_groups.to(tl.int64)
     token = lane // 4
@@ -147,32 +152,52 @@ def int4_mma_kernel(
         begin = tile * BLOCK_M
         source = (begin + token).to(tl.int64)
         later = source + 8
-        width, scales_width = WORDS, G
+        width, groups_width = WORDS, G
     else:
-        wait(PDL)
-        expert = tl.load(tiles + tile).to(tl.int64)
-        if expert < 0:
-            return
-        begin = tl.load(tiles + num_tiles + tile)
-        end = tl.load(tiles + 2 * num_tiles + tile)
+        if FORM == 4:
+            begin, end = tile, tile + 1
+            slot = tile % SLOTS
+            if slot < SHARED:
+                expert = (E + slot).to(tl.int64)
+            else:
+                wait(PDL)
+                expert = tl.load(order + tile // SLOTS * (SLOTS - SHARED) + slot - SHARED).to(tl.int64)
+                if (expert < 0) | (expert >= E):
+                    return  # int4_mma_down_kernel does not read this row
+        else:
+            wait(PDL)
+            expert = tl.load(tiles + tile).to(tl.int64)
+            if expert < 0:
+                return
+            begin = tl.load(tiles + num_tiles + tile)
+            end = tl.load(tiles + 2 * num_tiles + tile)
         if FORM == 1:
             source = tl.load(order + begin + token, mask=begin + token < end, other=0).to(tl.int64) // SLOTS
             later = tl.load(order + begin + 8 + token, mask=begin + 8 + token < end, other=0).to(tl.int64)
             later = later // SLOTS
+        elif FORM == 4:
+            source = tl.zeros([32 * WARPS], tl.int64) + tile // SLOTS
+            later = source
         else:
             source = (begin + token).to(tl.int64)
             later = source + 8
-        first_words, first_groups, second_words, second_groups, width, scales_width = weights_of_expert(
+        first_words, first_groups, second_words, second_groups, width, groups_width = weights_of_expert(
             first_words, first_groups, second_words, second_groups, up_words.to(tl.int64), up_groups.to(tl.int64),
-            expert, FORM, E, SHARED, WORDS, G, N, 4,
+            expert, 1 if FORM == 4 else FORM, E, SHARED, WORDS, G, N, 4,
         )  # fmt: skip
 
-    # Rows past the last read the last: what they compute is not stored.
+    # What rows past the last would compute is not stored, so they are not read.
     row = column * ROWS + lane // 4
-    low, high = tl.minimum(row, count - 1).to(tl.int64), tl.minimum(row + 8, count - 1).to(tl.int64)
-    next_low, next_high = low, high
-    if not GATED:
-        next_low, next_high = tl.minimum(row + 16, count - 1).to(tl.int64), tl.minimum(row + 24, count - 1).to(tl.int64)
+    low, high, next_low, next_high = row < count, row + 8 < count, row + 16 < count, row + 24 < count
+    apart, groups_apart = tl.full([], 32, tl.int64) * width, tl.full([], 32, tl.int64) * groups_width
+    first_words += row.to(tl.int64) * (width * 4)
+    first_groups += row.to(tl.int64) * (groups_width * 4)
+    if GATED:
+        next_low, next_high = low, high
+        second_words += row.to(tl.int64) * (width * 4)
+        second_groups += row.to(tl.int64) * (groups_width * 4)
+    else:
+        second_words, second_groups = first_words + 2 * apart, first_groups + 2 * groups_apart
     inputs = x.to(tl.int64) + source * x_stride * 2
     late_inputs = x.to(tl.int64) + later * x_stride * 2
     used, late_used = begin + token < end, begin + 8 + token < end
@@ -180,58 +205,85 @@ def int4_mma_kernel(
     t0 = tl.zeros([32 * WARPS], tl.float32)
     t1, t2, t3, u0, u1, u2, u3 = t0, t0, t0, t0, t0, t0, t0
     v0, v1, v2, v3, w0, w1, w2, w3 = t0, t0, t0, t0, t0, t0, t0, t0
-    offset, valid, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = _fetch(
-        warp, lane, low, high, next_low, next_high, first_words, first_groups, second_words, second_groups, width,
-        scales_width, GATED, D, GROUP,
+    chunk, present, a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = _fetch(
+        warp, lane, low, high, next_low, next_high, first_words, first_groups, second_words, second_groups, apart,
+        groups_apart, D, GROUP, TWO,
     )  # fmt: skip
-    wait(PDL)
-    for step in tl.range(0, (STEPS + WARPS - 1) // WARPS, loop_unroll_factor=2):
-        x0, x1, x2, x3, x4, x5, x6, x7 = load_inputs_of(inputs + offset * 2, valid & used)
-        if TILES == 2:
-            y0, y1, y2, y3, y4, y5, y6, y7 = load_inputs_of(late_inputs + offset * 2, valid & late_used)
-        # the weights of the next step are on their way while this one is computed
-        offset, valid, c0, c1, c2, c3, c4, c5, d0, d1, d2, d3, d4, d5 = _fetch(
-            (step + 1) * WARPS + warp, lane, low, high, next_low, next_high, first_words, first_groups, second_words,
-            second_groups, width, scales_width, GATED, D, GROUP,
+    if DEPTH == 2:
+        next_chunk, next_present, c0, c1, c2, c3, c4, c5, d0, d1, d2, d3, d4, d5 = _fetch(
+            WARPS + warp, lane, low, high, next_low, next_high, first_words, first_groups, second_words, second_groups,
+            apart, groups_apart, D, GROUP, TWO,
         )  # fmt: skip
+    wait(PDL)
+    # Inputs of 16 tokens would take more registers than there are.
+    EARLY: tl.constexpr = TILES == 1
+    # As many steps as weights are moved on, or fewer registers.
+    UNROLL: tl.constexpr = DEPTH + 1 if EARLY or ROWS == 32 else 1
+    if EARLY:
+        x0, x1, x2, x3, x4, x5, x6, x7 = load_inputs_of(inputs + chunk * 64, present & used)
+    for step in tl.range(0, (STEPS + WARPS - 1) // WARPS, loop_unroll_factor=UNROLL):
+        last_chunk, last_present, e0, e1, e2, e3, e4, e5, f0, f1, f2, f3, f4, f5 = _fetch(
+            (step + DEPTH) * WARPS + warp, lane, low, high, next_low, next_high, first_words, first_groups,
+            second_words, second_groups, apart, groups_apart, D, GROUP, TWO,
+        )  # fmt: skip
+        if EARLY:
+            follows = chunk + 4 * WARPS
+            z0, z1, z2, z3, z4, z5, z6, z7 = load_inputs_of(inputs + follows * 64, (follows < D // 32) & used)
+        upper = upper_bits(place)
+        if not EARLY:
+            x0, x1, x2, x3, x4, x5, x6, x7 = load_inputs_of(inputs + chunk * 64, present & used)
+        x0, x1, x2, x3, x4, x5, x6, x7 = pair_inputs(x0, x1, x2, x3, x4, x5, x6, x7)
         s0, s1 = token_sums(x0, x1, x2, x3, x4, x5, x6, x7, dtype)
         t0, t1, t2, t3 = add_group(
-            t0, t1, t2, t3, a0, a1, a2, a3, a4, a5, x0, x1, x2, x3, x4, x5, x6, x7, s0, s1, dtype
+            t0, t1, t2, t3, upper, a0, a1, a2, a3, a4, a5, x0, x1, x2, x3, x4, x5, x6, x7, s0, s1, 1.0, dtype
         )  # fmt: skip
-        u0, u1, u2, u3 = add_group(
-            u0, u1, u2, u3, b0, b1, b2, b3, b4, b5, x0, x1, x2, x3, x4, x5, x6, x7, s0, s1, dtype
-        )  # fmt: skip
+        if TWO:
+            u0, u1, u2, u3 = add_group(
+                u0, u1, u2, u3, upper, b0, b1, b2, b3, b4, b5, x0, x1, x2, x3, x4, x5, x6, x7, s0, s1, 1.0, dtype
+            )  # fmt: skip
         if TILES == 2:
+            y0, y1, y2, y3, y4, y5, y6, y7 = load_inputs_of(late_inputs + chunk * 64, present & late_used)
+            y0, y1, y2, y3, y4, y5, y6, y7 = pair_inputs(y0, y1, y2, y3, y4, y5, y6, y7)
             s0, s1 = token_sums(y0, y1, y2, y3, y4, y5, y6, y7, dtype)
             v0, v1, v2, v3 = add_group(
-                v0, v1, v2, v3, a0, a1, a2, a3, a4, a5, y0, y1, y2, y3, y4, y5, y6, y7, s0, s1, dtype
+                v0, v1, v2, v3, upper, a0, a1, a2, a3, a4, a5, y0, y1, y2, y3, y4, y5, y6, y7, s0, s1, 1.0, dtype
             )  # fmt: skip
-            w0, w1, w2, w3 = add_group(
-                w0, w1, w2, w3, b0, b1, b2, b3, b4, b5, y0, y1, y2, y3, y4, y5, y6, y7, s0, s1, dtype
-            )  # fmt: skip
-        a0, a1, a2, a3, a4, a5 = c0, c1, c2, c3, c4, c5
-        b0, b1, b2, b3, b4, b5 = d0, d1, d2, d3, d4, d5
+            if TWO:
+                w0, w1, w2, w3 = add_group(
+                    w0, w1, w2, w3, upper, b0, b1, b2, b3, b4, b5, y0, y1, y2, y3, y4, y5, y6, y7, s0, s1, 1.0, dtype
+                )  # fmt: skip
+        if EARLY:
+            x0, x1, x2, x3, x4, x5, x6, x7 = z0, z1, z2, z3, z4, z5, z6, z7
+        if DEPTH == 2:
+            chunk, present = next_chunk, next_present
+            a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = c0, c1, c2, c3, c4, c5, d0, d1, d2, d3, d4, d5
+            next_chunk, next_present = last_chunk, last_present
+            c0, c1, c2, c3, c4, c5, d0, d1, d2, d3, d4, d5 = e0, e1, e2, e3, e4, e5, f0, f1, f2, f3, f4, f5
+        else:
+            chunk, present = last_chunk, last_present
+            a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5 = e0, e1, e2, e3, e4, e5, f0, f1, f2, f3, f4, f5
 
     first, second = gather(t0, t1, t2, t3, WARPS), gather(u0, u1, u2, u3, WARPS)
     first_row = column * ROWS
-    _store_tile(
-        first, second, first_row, begin, end, order, bias, bias_rows, residual, out, count, FORM, GATED, BIAS, ADD
+    store_tile(
+        first, second, first_row, begin, end, order, bias, bias_rows, residual, out, count, FORM, GATED, BIAS, ADD, TWO
     )
     if TILES == 2:
         first, second = gather(v0, v1, v2, v3, WARPS), gather(w0, w1, w2, w3, WARPS)
         begin += 8
-        _store_tile(
-            first, second, first_row, begin, end, order, bias, bias_rows, residual, out, count, FORM, GATED, BIAS, ADD
-        )
+        store_tile(
+            first, second, first_row, begin, end, order, bias, bias_rows, residual, out, count, FORM, GATED, BIAS, ADD,
+            TWO,
+        )  # fmt: skip
 
 
 @triton.jit
-def _store_tile(
+def store_tile(
     result, more, first_row, begin, end, order, bias, bias_rows, residual, out, count,
-    FORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    FORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Sums as `gather` gives them, of 8 tokens from `begin` on, to where they belong. count: rows of the weight;
-    bias_rows: of its bias, 0 if it has none."""
+    """Sums as `gather` gives them, of 8 tokens from `begin` on, to where they belong. more: of the second weight if
+    GATED, else of the next 16 rows if TWO. count: rows of the weight; bias_rows: of its bias, 0 if it has none."""
     lane, place = tl.arange(0, 32)[:, None], tl.arange(0, 4)[None, :]
     row = first_row + lane // 4 + place % 2 * 8
     token = begin + lane % 4 * 2 + place // 2
@@ -243,7 +295,8 @@ def _store_tile(
         _store_rows(silu(result) * more, row, target, used, bias, bias_rows, residual, out, count, BIAS, ADD)
     else:
         _store_rows(result, row, target, used, bias, bias_rows, residual, out, count, BIAS, ADD)
-        _store_rows(more, row + 16, target, used, bias, bias_rows, residual, out, count, BIAS, ADD)
+        if TWO:
+            _store_rows(more, row + 16, target, used, bias, bias_rows, residual, out, count, BIAS, ADD)
 
 
 @triton.jit
@@ -259,52 +312,69 @@ def _store_rows(
 
 
 class Program(NamedTuple):
-    """Warps that share the inputs of a row; each has the program's rows."""
+    """Warps that share the inputs of a row; rows of a weight, 16 or 32 (a gated product always has 16 of each); and
+    how many steps weights are asked for ahead, 1 or 2."""
 
     warps: int
+    rows: int = 32
+    depth: int = 1
 
 
 @choices.by_device
-def choose_program(capability: tuple[int, int], steps: int, columns: int, dense: bool) -> Program:
-    """steps: of 128 inputs; columns: programs of one tile of tokens. Measured on an H200 in bf16, groups of 128, us,
-    with 2, 4, 8 and 16 warps:
+def choose_program(capability: tuple[int, int], form: int, steps: int, count: int, gated: bool, tiles: int) -> Program:
+    """steps: of 128 inputs; count: of a weight's rows, of SEVERAL in all; tiles: of 8 tokens, 1 or 2.
 
-    V2-Lite's experts with shared ones, 8 tokens 95, 90, 180, 32 tokens 155, 153, 314 (both products alike); unpacked
-    through shared memory (`int4_tiles.py`) 121 and 192. Dense, 8 tokens: gate and up of 4,096 x 11,008 21.6, 24.9,
-    36.0, 54.5 (52.3 there), 11,008 x 4,096 44.2, 24.4, 18.5, 17.0 (52.3), 10,944 x 2,048 52.9, 20.9, 15.7, 15.2
-    (49.5), 18,432 x 7,168 77.5, 48.8, 35.8, 38.7 (86.6). So a dense weight wants some ten warps on a processor, but
-    each with four steps: q, k and v of 4,096 x 4,096 18.2, 12.5, 24.3, 27.4; 2,048 x (3,072 + 576) 7.8, 6.8, 8.4, 12.7.
+    Measured on an H200 in bf16, groups of 128, us, best of 2 to 16 warps, 16 and 32 rows and both depths, for 1 and 8
+    tokens, and before inputs and weights were asked for ahead (`upper_bits`) in parentheses: 4,096 x 4,096 6.0 and 7.3
+    (9.7, 10.5), 11,008 x 4,096 11.2 and 13.1 (15.6, 15.8), 10,944 x 2,048 7.2 and 8.4 (14.2, 14.6), 18,432 x 7,168 26
+    and 29 (33, 36), 2,048 x 2,048 3.7 and 4.6 (6.3, 6.7); gate and up of 4,096 x 11,008 18.6 and 20.2 (21.6, 25.0), of
+    2,048 x 10,944 9.8 and 10.7 (10.3, 14.5); q, k and v of 4,096 x 4,096 11.0 (12.5), 2,048 x (3,072 + 576) 4.3 (6.8).
+    V2-Lite's experts with shared ones, 8 tokens 78 with one warp, 80 with two (90), 32 tokens 122 and 134 (153); V3's,
+    8 tokens 609 and 515. Two steps ahead only pay where all programs run at once.
+
+    16 and 32 tokens: 4,096 x 4,096 16 and 16, with 8 warps of 32 rows 13 and 24; 11,008 x 4,096 34 and 36, 23 and 37;
+    10,944 x 2,048 30 and 33, 22 and 20; 18,432 x 7,168 32 tokens 109, with 4 warps of 32 rows 80.
     """
-    warps = 4
-    if dense:
-        warps = 2
-        while warps < 16 and columns * warps <= 1024 and 8 * warps <= steps:
-            warps *= 2
-    return Program(max(1, min(warps, triton.next_power_of_2(steps))))
+    most = triton.next_power_of_2(steps)
+    if gated:
+        return Program(
+            min(1 if form == GATE_UP and steps <= 16 else 4 if form == PAIRS and steps > 32 else 2, most), 16
+        )
+    if form == DOWN:
+        return Program(min(1 if steps <= 16 else 2, most), 32)
+    columns = -(-count // 16)
+    if columns >= 448 and form != SEVERAL:
+        return Program(min(4, most), 32, 2 if tiles == 1 else 1)
+    if tiles == 2:
+        return Program(min(8, most), 32) if steps > 32 else Program(min(4, most), 16)
+    warps = 8 if steps > 32 else 4 if columns <= 396 else 2
+    at_once = {8: 132, 4: 396, 2: 924}[warps]
+    return Program(min(warps, most), 16, 2 if columns <= at_once else 1)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: torch.Tensor) -> torch.Tensor:
     """x [T, K] with rows that begin at multiples of 16 bytes, as they are read."""
     return x.clone(memory_format=torch.contiguous_format) if x.stride(0) % 8 or x.data_ptr() % 16 else x
 
 
-def _columns(product: Product) -> int:
-    """Programs of one tile of tokens."""
+def _columns(product: Product, rows: int) -> int:
+    """Programs of one tile of tokens, of so many rows of a weight."""
     counts = product.experts if product.form == SEVERAL else (product.count,)
-    return sum(-(-count // (16 if product.gated else 32)) for count in counts)
+    return sum(-(-count // rows) for count in counts)
 
 
-def _launch(
+def launch_product(
     product: Product,
     group_size: int,
     tiles: int,
-    program: Program | None,
+    program: Program | None = None,
     biases: tuple[torch.Tensor | None, ...] = (),
 ) -> None:
-    """biases: of SEVERAL weights."""
-    columns, x = _columns(product), product.x
-    is_dense = product.form in (DENSE, SEVERAL)
-    program = program or choose_program(x.device, -(-product.size // 128), columns, is_dense)
+    """tiles: of 8 tokens, in a program; biases: of SEVERAL weights."""
+    x, steps = product.x, -(-product.size // 128)
+    count = sum(product.experts) if product.form == SEVERAL else product.count
+    warps, rows, depth = program or choose_program(x.device, product.form, steps, count, product.gated, tiles)
+    rows = 16 if product.gated else rows
     pdl = launching.uses_pdl(x.device)
     arguments, (form, gated, has_bias, *rest) = product.arguments(), product.constants()
     if biases:
@@ -312,10 +382,10 @@ def _launch(
     more_biases = [x if bias is None else bias for bias in (*biases[1:], None, None)[:2]]
     launching.launch(
         int4_mma_kernel,
-        (columns * product.num_tiles,),
+        (_columns(product, rows) * product.num_tiles,),
         (*arguments, *more_biases),
-        (form, gated, has_bias, *rest, group_size, tiles, program.warps, ROW_TILES, pdl),
-        num_warps=program.warps,
+        (form, gated, has_bias, *rest, group_size, tiles, rows, warps, depth, ROW_TILES, pdl),
+        num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )
 
@@ -331,8 +401,8 @@ def launch_dense(
 ) -> torch.Tensor:
     """x [T, K] times weight [N, K] -> [T, N], or with `other` silu(x weight^T) * (x other^T); T not 0."""
     tiles = 1 if len(x) <= TOKENS else 2
-    product = dense_product(_aligned(x), weight, other, bias, residual, TOKENS * tiles)
-    _launch(product, group_size, tiles, program)
+    product = dense_product(aligned(x), weight, other, bias, residual, TOKENS * tiles)
+    launch_product(product, group_size, tiles, program)
     return product.out
 
 
@@ -349,10 +419,10 @@ def launch_several(
     out = torch.empty(num_tokens, sum(counts), dtype=x.dtype, device=x.device)
     first, second, *third = weights
     product = Product(
-        SEVERAL, _aligned(x), (first, second, third[0] if third else second), out, False, num_tokens,
+        SEVERAL, aligned(x), (first, second, third[0] if third else second), out, False, num_tokens,
         -(-num_tokens // (TOKENS * tiles)), (*counts, 0)[:3], bias=biases[0],
     )  # fmt: skip
-    _launch(product, group_size, tiles, program, biases)
+    launch_product(product, group_size, tiles, program, biases)
     parts = out.view(-1).split([num_tokens * count for count in counts])
     return tuple(part.view(num_tokens, count) for part, count in zip(parts, counts, strict=True))
 
@@ -373,9 +443,9 @@ def launch_experts(
     """As `int4_forms.launch_experts`, in tiles of 8; tiles of 16 were slower at any number of tokens."""
 
     def launch(product: Product) -> None:
-        _launch(product, group_size, 1, programs[product.form == DOWN])
+        launch_product(product, group_size, 1, programs[product.form == DOWN])
 
-    hidden = _aligned(hidden)
+    hidden = aligned(hidden)
     launch_mixture(hidden, indices, weights, gate_up, down, out, shared, residual, intermediate, TOKENS, launch)
 
 
@@ -388,20 +458,22 @@ def compile_cases() -> list[tuple]:
     for form, name, size, count, experts, tokens in (
         (GATE_UP, "gate_up", 2048, 1408, (64, 8, 2), (1,)),
         (DOWN, "down", 1408, 2048, (64, 8, 2), (1,)),
+        (PAIRS, "pairs", 2048, 1408, (64, 8, 2), (1,)),
         (DENSE, "dense-gated", 2048, 10944, (1, 1, 0), (1, 2)),
         (DENSE, "dense", 10944, 2048, (1, 1, 0), (1, 2)),
+        (DENSE, "head", 4096, 102400, (1, 1, 0), (1,)),
         (SEVERAL, "several", 3584, 4608, (3584, 512, 512), (1, 2)),
     ):
-        gated, is_dense = form == GATE_UP or "gated" in name, form in (DENSE, SEVERAL)
-        columns = -(-count // (16 if gated else 32))
+        gated = form in (GATE_UP, PAIRS) or "gated" in name
         has_bias = 7 if form == SEVERAL else False
+        types = signature | ({"order": "*i64"} if form == PAIRS else {})
         for capability in (80, 90, 100):
             for tiles in tokens:
                 where = (capability // 10, capability % 10)
-                program = choose_program(where, -(-size // 128), columns, is_dense)
-                values = (form, gated, has_bias, name == "dense", *experts, size, count, 128, tiles, program.warps)
+                warps, rows, depth = choose_program(where, form, -(-size // 128), count, gated, tiles)
+                values = (form, gated, has_bias, name == "dense", *experts, size, count, 128, tiles, rows, warps, depth)
                 names = arguments[arguments.index("FORM") :]
                 fixed = dict(zip(names, (*values, ROW_TILES, capability >= 90), strict=True))
-                options = {"num_warps": program.warps, "num_stages": 3, "capability": capability, "attrs": attrs}
-                cases.append((f"int4_mma_{name}-{tiles}", int4_mma_kernel, signature, fixed, options))
+                options = {"num_warps": warps, "num_stages": 3, "capability": capability, "attrs": attrs}
+                cases.append((f"int4_mma_{name}-{tiles}", int4_mma_kernel, types, fixed, options))
     return cases

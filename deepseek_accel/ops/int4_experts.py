@@ -14,10 +14,13 @@ from .int4 import Int4Weight, dequantize
 from .int4_linear import check_input, native_linear, takes_kernels, takes_mma, takes_native, unpack
 from .projection import gated_project, project
 
-MMA_ROWS = 4
-"""Up to so many rows of an expert, and from two tokens on, weights go from registers to tensor cores, where that fits.
-H200, V2-Lite with shared experts, us, and unpacked through shared memory: 2 tokens 44 and 86, 8 tokens 90 and 121, 32
-tokens 153 and 192, 64 tokens (6 rows) 195 and 202; one token 30, by dot products 26."""
+PAIR_TOKENS = 4
+"""Up to so many tokens, pairs of token and expert run each for itself, on tensor cores where that fits. H200, with
+shared experts, us, and sorted: V2-Lite, 2 tokens 31 and 44, 4 tokens 55 and 59; V3, 4 tokens 273 and 325."""
+MMA_ROWS = 12
+"""Up to so many rows of an expert, weights go from registers to tensor cores, where that fits. H200, V2-Lite with
+shared experts, us, and unpacked through shared memory: 32 tokens (3 rows) 124 and 193, 64 tokens 148 and 205, 128
+tokens (12 rows) 217 and 242, 256 tokens 365 and 279."""
 UNPACK_ROWS = 256
 """From so many rows of an expert on, all experts are unpacked once and run as 16-bit ones. H200, V2-Lite, us: 96 rows
 487 in tiles and 788 unpacked first, 192 rows 933 and 1,088. Beyond, tiles grow with the rows; unpacking, 375, does
@@ -169,7 +172,11 @@ def _launch(
         down.group_size,
     )
     rows = num_tokens * top_k / num_experts
-    if num_tokens == 1:
+    if num_tokens <= PAIR_TOKENS and takes_mma(gate_up, down):
+        from ..kernels import int4_mma_pairs
+
+        int4_mma_pairs.launch(*arguments)
+    elif num_tokens == 1:
         from ..kernels import int4_pairs
 
         int4_pairs.launch(*arguments)

@@ -177,7 +177,7 @@ def test_experts_at_every_number_of_tokens(model):
         (packed(wide, size, **kwargs), packed(wide, size, **kwargs), packed(size, wide, **kwargs)) if wide else None
     )
     plain = dequantize(gate_up), dequantize(down), shared and tuple(dequantize(weight) for weight in shared)
-    for tokens in (1, 2, 8, 33, 128, 1000, 3000):
+    for tokens in (1, 2, 4, 8, 33, 128, 1000, 3000):
         hidden, residual = (torch.randn(tokens, size, device="cuda", dtype=dtype) * 0.1 for _ in range(2))  # fits fp16
         indices = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
         weights = torch.rand(tokens, top_k, device="cuda")
