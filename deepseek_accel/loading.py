@@ -1,9 +1,11 @@
-"""Load a quantised checkpoint straight into packed weights: no 16-bit copy of what is in four bits is ever made."""
+"""Load checkpoints: a quantised one straight into packed weights, without a 16-bit copy of what is in four bits; others
+through transformers, but whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import models
 from .api import optimize
 from .config import OptimizeConfig
 from .errors import CheckpointError, PlanError, UnsupportedModelError
@@ -20,7 +23,35 @@ from .quantization.blocks import owner_of
 from .quantization.files import local_config
 from .quantization.read import QuantizedFiles, check_config, persistent_buffers
 
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_directory(directory: str | os.PathLike[str], dtype: Any = "auto") -> Any:
+    """The model of a checkpoint directory in transformers' layout, on the CPU, in eval mode. No code of it is run.
+
+    Raises CheckpointError if tensors are missing: transformers would draw them at random and go on. Tensors that no
+    parameter takes are warned of, but for those of MTP layers, for which transformers has no modules.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with models.no_mtp_warning():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{str(directory)!r} has no tensors for {len(missing)} parameters of {type(model).__name__}, such as "
+            f"{missing[0]}. Is every file of the checkpoint there?"
+        )
+    layers = model.config.num_hidden_layers
+    unused = [k for k in sorted(info["unexpected_keys"]) if not ((m := LAYER.match(k)) and int(m[1]) >= layers)]
+    if unused:
+        warnings.warn(
+            f"{str(directory)!r}: {len(unused)} tensors have no place in {type(model).__name__}, such as {unused[0]}",
+            stacklevel=2,
+        )
+    return model.eval()
 
 
 def load_quantized(

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "config": {"errors", "passes"},
     "report": {"plan"},
     "api": LOW | {"journal", "plan", "families", "passes", "config", "report"},
-    "loading": {"api", "config", "errors", "passes", "quantization"},
+    "loading": {"api", "config", "errors", "models", "passes", "quantization"},
     "__init__": {"api", "config", "errors", "gating", "loading", "models", "passes", "quantization"},
     "models": {"errors"},
     "testing": set(),

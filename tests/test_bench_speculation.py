@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 from transformers import GenerationMixin
 
-from deepseek_accel import cli
-from deepseek_accel.bench import auto, speculation, tables
+from deepseek_accel import OptimizeConfig, cli, optimize
+from deepseek_accel.bench import auto, greedy, speculation, tables
 from deepseek_accel.bench.shapes import Point
 from deepseek_accel.errors import AccelError
+from deepseek_accel.models import load_tiny
 from deepseek_accel.passes.speculative import Speculative
 
 
@@ -25,6 +27,16 @@ def test_acceptance_is_what_was_forced():
             speculation.run(
                 "tiny", [Point(1, 32)], fields["drafts"], fields["acceptances"], fields["new_tokens"], "cpu"
             )
+
+
+def test_calls_draw_alike():
+    """Of several calls with draws of their own the fastest would be the luckiest."""
+    model, _ = load_tiny()
+    optimize(model, OptimizeConfig((*OptimizeConfig.lossless().passes, Speculative("ngram", 3)), allow_skips=True))
+    model._accel_speculation.source = speculation.ForcedSource()
+    model._accel_speculation.loop_type = speculation.forced_loop(0.5)
+    first, second = (greedy.generate(model, torch.tensor([[5, 6, 7]]), 40).tolist() for _ in range(2))
+    assert first == second
 
 
 def test_with_packed_weights():

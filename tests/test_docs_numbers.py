@@ -50,7 +50,7 @@ def test_fewer_experts():
 def test_shares_of_the_floor():
     text = " ".join((DOCS / "adaptive_topk.md").read_text("utf-8").split())
     shares = {}
-    for name in ("h200-v2-lite-adaptive", "h200-v2-lite-adaptive-int4"):
+    for name in ("h200-v2-lite-adaptive", "h200-v2-lite-adaptive-int4", "h200-v2-lite-adaptive-2"):
         for batch in (1, 8, 32):
             (whole,) = rows_of(name, variant="all", batch=batch, prompt_length=1024)
             for target in ("0.75", "0.5"):
@@ -64,9 +64,10 @@ def test_shares_of_the_floor():
         gain = (whole["itl_ms"] - row["itl_ms"]) / (whole["floor_ms"] - row["floor_ms"])
         third.append(f"{100 * gain:.0f}")
     assert f"rule reads was loaded earlier, {third[0]} and {third[1]} %" in text
-    a, b = shares.values()
+    a, b, c = shares.values()
     assert f"{a[0]} and {a[1]} % at batch 1, {a[2]} and {a[3]} % at batch 8, {a[4]} and {a[5]} % at batch 32" in text
     assert f"in a second run {b[0]} and {b[1]}, {b[2]} and {b[3]}, {b[4]} and {b[5]} %" in text
+    assert f"in a fourth, commit 4c071ec, {c[0]} and {c[1]}, {c[2]} and {c[3]}, {c[4]} and {c[5]} %" in text
 
 
 CACHES = {
@@ -118,9 +119,10 @@ def test_eviction():
 def test_packed_models():
     files = {
         "h200-v2-lite-int4": "V2-Lite, {}",
-        "h200-v2-lite-adaptive-int4": "V2-Lite, {}",
-        "h200-llm-7b-int4-8": "LLM-7B, {}",
-        "h200-llm-7b-int4-all": "LLM-7B, {}, all packed",
+        "h200-v2-lite-adaptive-2": "V2-Lite, {}",
+        "h200-llm-7b-int4": "LLM-7B, {}",
+        "h200-llm-7b-int4-all-before": "LLM-7B, {}, all packed, 4c071ec",
+        "h200-llm-7b-int4-all": "LLM-7B, {}, all packed, 9817881",
     }
     done = set()
     for file, name in files.items():
@@ -133,7 +135,7 @@ def test_packed_models():
             (cells,) = table_cells("mixed_precision.md", name_of_row)
             times = [number(row[key]) for key in ("ttft_ms", "itl_ms") for row in (plain, packed)]
             assert cells[1:] == [*times, number(packed["floor_ms"])], name_of_row
-    assert len(done) == 9
+    assert len(done) == 12
 
 
 def test_load_on_a_cpu():

@@ -22,10 +22,12 @@ from deepseek_accel import (
     calibrate_awq,
     cli,
     load_quantized,
+    models,
     optimize,
     report,
     restore,
 )
+from deepseek_accel.loading import load_directory
 from deepseek_accel.ops.int4 import Int4Weight, round_to_nearest
 from deepseek_accel.passes.attention import Attention
 from deepseek_accel.quantization.blocks import owner_of, parameter
@@ -456,3 +458,31 @@ def test_experts_that_are_stored_as_one_tensor_are_written_one_by_one(sources, w
     write_quantized(source, tmp_path / "out", group_size=GROUP)
     mine, other = (load_file(d / "model.safetensors") for d in (tmp_path / "out", written / "deepseek_v3"))
     assert mine.keys() == other.keys() and all(torch.equal(mine[k], other[k]) for k in mine)
+
+
+def test_a_checkpoint_is_loaded_whole_or_not_at_all(tmp_path, sources, capfd, recwarn):
+    """transformers draws what is missing at random, and reports MTP layers, which nothing is wrong with, as a table."""
+    directory = tmp_path / "model"
+    shutil.copytree(sources / "deepseek_v3", directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    layers = tiny_model("deepseek_v3").config.num_hidden_layers
+    save_file(tensors | {f"model.layers.{layers}.eh_proj.weight": torch.zeros(2)}, file, {"format": "pt"})
+    assert logits(load_directory(directory)).isfinite().all()
+    assert not any("eh_proj" in str(w.message) for w in recwarn) and "eh_proj" not in "".join(capfd.readouterr())
+    save_file(tensors | {"model.layers.0.odd.weight": torch.zeros(2)}, file, {"format": "pt"})
+    with pytest.warns(
+        UserWarning, match=r"have no place in .*, such as model\.layers\.0\.odd"
+    ):
+        load_directory(directory)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"no tensors for 1 parameters .* model\.norm\.weight"):
+        load_directory(directory)
+    text = tmp_path / "text.txt"
+    text.write_text("words " * 50)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(models.path() / name, directory)
+    words = ["quantize", str(directory), str(tmp_path / "out"), "--text", str(text), "--group-size", str(GROUP)]
+    assert cli.main([*words, "--device", "cpu"]) != 0 and not (tmp_path / "out").exists()
+    assert "model.norm.weight" in capfd.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..cache.pages import PageTable
 from ..errors import AccelError
-from ..models import no_mtp_warning, path
+from ..models import path
 from ..quantization.files import local_config
 from .environment import environment, resolve_device
 from .record import Keep, forget
@@ -93,11 +93,9 @@ def _quantized(directory: str, device: Any) -> Any:
 
 
 def _plain(directory: str, device: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+    from ..loading import load_directory
 
-    with no_mtp_warning():
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=False)
-    return _waited(model.to(device), device)
+    return _waited(load_directory(directory).to(device), device)
 
 
 def _waited(model: Any, device: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AccelError
+from ..loading import load_directory
 from ..quantization.files import local_config
 
 
@@ -226,10 +227,7 @@ def load(name: str, device: Any, dtype: Any) -> Subject:
     if not Path(name).is_dir():
         raise AccelError(f"no model {name!r}: not a directory, and not one of {', '.join(NAMES)}")
     local_config(name)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, local_files_only=True)
-    return Subject(name, model.to(device).eval())
+    return Subject(name, load_directory(name, dtype).to(device))
 
 
 def require_memory(name: str, device: Any, dtype: Any) -> None:

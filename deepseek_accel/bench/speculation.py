@@ -48,10 +48,14 @@ class ForcedSource:
 
 
 def forced_loop(acceptance: float) -> type[Speculated]:
-    """A loop whose picks are the guesses with this probability, each on its own."""
-    draw = random.Random(1)
+    """A loop whose picks are the guesses with this probability, each on its own, drawn the same way in every call: what
+    is timed are equal calls, of shapes that were met before."""
 
     class Forced(Speculated):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._draw = random.Random(1)
+
         def _accept(self, logits: Any, rows: list[int], drafts: list[list[int]], counts: list[int]) -> list[int]:
             self._guesses = drafts
             return super()._accept(logits, rows, drafts, counts)
@@ -61,7 +65,7 @@ def forced_loop(acceptance: float) -> type[Speculated]:
             for pick, r, count in zip(picks, rows, counts, strict=True):
                 for i, guess in enumerate(self._guesses[r]):
                     at = len(pick) - count + i
-                    pick[at] = guess if draw.random() < acceptance else (guess + 1) % logits.shape[-1]
+                    pick[at] = guess if self._draw.random() < acceptance else (guess + 1) % logits.shape[-1]
             return picks
 
     return Forced

@@ -178,10 +178,11 @@ def quantize(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> Any:
     """The calibration for `quantize`; its finished layers wait beside the output until that is written."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..bench.environment import resolve_device
     from ..errors import PlanError
+    from ..loading import load_directory
     from ..quantization.awq import calibrate_awq
     from ..quantization.text import windows
     from ..quantization.write import open_source
@@ -193,7 +194,7 @@ def _calibrate(arguments: argparse.Namespace) -> Any:
     device = resolve_device(arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_dir)
     data = windows(arguments.text, tokenizer, arguments.samples)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model_dir, dtype="auto").to(device).eval()
+    model = load_directory(arguments.model_dir).to(device)
     return calibrate_awq(
         model,
         data,

@@ -22,7 +22,7 @@ MMA_TOKENS = 32
 """Up to so many tokens, weights go from registers to tensor cores (`kernels/int4_mma.py`), where that fits. H200, bf16,
 11,008 x 4,096, us, and unpacked through shared memory: 8 tokens 13.1 and 52.3, 32 tokens 37 and 103. Gate and up of
 4,096 x 11,008: 8 tokens 20.2 and 52.3, 32 tokens 57 and 74, one token 18.6 and, by dot products, 22.6."""
-MMA_SIZE = 8192
+MMA_SIZE = 16384
 """One token goes there too from so many inputs on. H200, us, and by dot products: 18,432 x 7,168 26.3 and 39.2, 18,944
 x 3,584 17.1 and 22.2, 11,008 x 4,096 11.2 and 13.7, 10,944 x 2,048 7.2 and 7.5, but 4,096 x 4,096 6.0 and 5.7, 3,584 x
 3,584 5.2 and 5.0."""
