@@ -471,9 +471,7 @@ def test_a_checkpoint_is_loaded_whole_or_not_at_all(tmp_path, sources, capfd, re
     assert logits(load_directory(directory)).isfinite().all()
     assert not any("eh_proj" in str(w.message) for w in recwarn) and "eh_proj" not in "".join(capfd.readouterr())
     save_file(tensors | {"model.layers.0.odd.weight": torch.zeros(2)}, file, {"format": "pt"})
-    with pytest.warns(
-        UserWarning, match=r"have no place in .*, such as model\.layers\.0\.odd"
-    ):
+    with pytest.warns(UserWarning, match=r"have no place in .*, such as model\.layers\.0\.odd"):
         load_directory(directory)
     tensors.pop("model.norm.weight")
     save_file(tensors, file, {"format": "pt"})
