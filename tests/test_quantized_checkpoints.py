@@ -242,6 +242,31 @@ def test_awq_codes_are_stored_as_they_were_calibrated(sources, tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
+def test_a_router_that_transformers_widens_is_known_in_the_files(sources, tmp_path):
+    """In newer transformers routers of a bf16 checkpoint are fp32 in the model, but bf16 in the files."""
+    shutil.copytree(sources / "deepseek_v3", tmp_path / "source")
+    tensors = load_file(tmp_path / "source/model.safetensors")
+    for name, tensor in tensors.items():  # large inputs, so that scales are folded into the router
+        if "post_attention_layernorm" in name:
+            tensor[::37] *= 64
+    save_file(tensors, tmp_path / "source/model.safetensors", {"format": "pt"})
+    router, model = "model.layers.1.mlp.gate.weight", load_directory(tmp_path / "source")
+    assert tensors[router].dtype == torch.bfloat16
+    calibration = calibrate_awq(model, [torch.arange(2, 98)[None]], group_size=GROUP)
+    assert router in calibration.rescaled_names
+    write_quantized(tmp_path / "source", tmp_path / "out", calibration=calibration, group_size=GROUP)
+    loaded = load_quantized(tmp_path / "out", config=[Attention()])
+    weight = model.get_parameter(router)
+    with torch.no_grad():
+        kept = weight.clone()
+        weight[0, 0] += 2.0**-20 if weight.dtype == torch.float32 else 1.0  # in fp32 no number of bf16 any more
+        with pytest.raises(CheckpointError, match="other weights"):
+            calibration.check(model)
+        weight.copy_(kept)
+    optimize(model, [MixedPrecision(group_size=GROUP, calibration=calibration), Attention()])
+    assert torch.equal(loaded.get_parameter(router).float(), model.get_parameter(router).float())
+
+
 def test_the_command(sources, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("import os\n\n\ndef name(path):\n    return os.path.basename(path)\n" * 40)

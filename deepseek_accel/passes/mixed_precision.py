@@ -316,7 +316,10 @@ class MixedPrecision(Pass):
                 )
             return None  # it is made when the model is optimized; the plan has the same weights
         if not hasattr(calibration, "quantize"):
-            raise PlanError(f"calibration must be what `calibrate_awq` returns, got {type(calibration).__name__}")
+            raise PlanError(
+                "calibration must be what `calibrate_awq` returns, or a list of texts or of token tensors, got "
+                f"{type(calibration).__name__}"
+            )
         if calibration.group_size != self.group_size:
             raise PlanError(
                 f"the calibration is for groups of {calibration.group_size}, not {self.group_size}; "

@@ -30,8 +30,8 @@ from .calibration import (
     FORMAT,
     INDEX,
     AwqCalibration,
-    digest,
     expected_tensors,
+    identity,
     layer_file,
     layer_row,
     open_layer,
@@ -127,6 +127,7 @@ def token_tensors(data: Any, tokenizer: Any) -> list[Tensor]:
 def _entries(model: nn.Module, block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, entry of the index) of every weight a block's calibration concerns."""
     quantized = [name for mlp in block.mlps for name in mlp.names]
+    dtype = parameter(model, quantized[0]).dtype
     for name in (*quantized, block.norm, *block.others):
         weight = parameter(model, name)
         if weight.device.type == "meta":
@@ -135,7 +136,7 @@ def _entries(model: nn.Module, block: Block) -> Iterator[tuple[str, dict[str, An
         if name in quantized and not all(bool(torch.isfinite(part).all()) for part in parts):
             raise CheckpointError(f"{name} holds a NaN or an infinity")
         entry = {"layer": block.index, "quantized": name in quantized, "shape": list(weight.shape)}
-        yield name, entry | {"digest": digest(weight)}
+        yield name, entry | identity(weight, dtype)
 
 
 def _is_finished(folder: Path, index: dict[str, Any]) -> bool:

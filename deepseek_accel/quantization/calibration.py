@@ -34,6 +34,28 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(text + seen.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
+def identity(tensor: Tensor, dtype: torch.dtype) -> dict[str, str]:
+    """What an index keeps to know a weight again, of a model whose quantised weights are of `dtype`.
+
+    transformers widens some weights to fp32 as it loads them, routers for one (`_keep_in_fp32_modules`). Where nothing
+    is lost they are known by what they were, which is what the files hold.
+    """
+    narrow = _narrowed(tensor, dtype)
+    return {"digest": digest(tensor)} if narrow is None else {"digest": digest(narrow), "widened": str(dtype)[6:]}
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if tensor.dtype != torch.float32 or dtype == torch.float32:
+        return None
+    narrow = tensor.detach().to(dtype)
+    return narrow if torch.equal(narrow.float(), tensor) else None
+
+
+def _is_known(tensor: Tensor, entry: dict[str, Any]) -> bool:
+    narrow = _narrowed(tensor, getattr(torch, entry["widened"])) if "widened" in entry else None
+    return digest(tensor if narrow is None else narrow) == entry["digest"]
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 [..., K] of 0 to 15 -> uint8 [..., ceil(K / 2)]"""
     if codes.shape[-1] % 2:
@@ -93,7 +115,7 @@ class AwqCalibration:
             raise CheckpointError(
                 f"the calibration is of another model: {name} is {list(weight.shape)} here, {entry['shape']} there"
             )
-        if weight.device.type != "meta" and digest(weight) != entry["digest"]:
+        if weight.device.type != "meta" and not _is_known(weight, entry):
             raise CheckpointError(
                 f"the calibration was made for other weights (or another dtype): {name} differs. Calibrate this model."
             )
