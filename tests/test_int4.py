@@ -296,10 +296,10 @@ def test_experts_interpreted(case, num_shared, dtype, limit):
     assert max(interpret(_interpreted_experts, case, dtype, num_shared)) < limit
 
 
-def _interpreted_mma_linear(tokens, size, count, gated):
+def _interpreted_mma_linear(tokens, size, count, group_size, gated):
     from deepseek_accel.kernels import int4_mma
 
-    weight, up = (packed(count, size, dtype=torch.float16, group_size=128, seed=seed) for seed in (0, 1))
+    weight, up = (packed(count, size, dtype=torch.float16, group_size=group_size, seed=seed) for seed in (0, 1))
     x, bias, residual = (randn(*shape, dtype=torch.float16) for shape in ((tokens, size), (count,), (tokens, count)))
     x = x / 64  # products of large groups stay in fp16
     assert int4_linear.takes_mma(weight)
@@ -307,26 +307,26 @@ def _interpreted_mma_linear(tokens, size, count, gated):
     for program in (int4_mma.Program(1), int4_mma.Program(2, 16, 2), int4_mma.Program(1, 32, 2)):
         if gated:
             exact = int4_gated_reference(x.double(), weight, up)
-            ours = int4_mma.launch_dense(x, weight.tensors(), up.tensors(), 128, program=program)
+            ours = int4_mma.launch_dense(x, weight.tensors(), up.tensors(), group_size, program=program)
         else:
             exact = int4_linear_reference(x.double(), weight, bias.double(), residual.double())
-            ours = int4_mma.launch_dense(x, weight.tensors(), None, 128, bias, residual, program)
+            ours = int4_mma.launch_dense(x, weight.tensors(), None, group_size, bias, residual, program)
         errors.append(relative_error(ours, exact))
     return errors
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    "tokens, size, count",
+    "tokens, size, count, group_size",
     [
-        (1, 160, 40),  # a short last group, whose last chunks are not there; rows that are no multiple of a program's
-        (7, 128, 16),
-        (11, 416, 33),  # a second tile of tokens, not filled; more groups than warps
-        (35, 128, 24),  # several programs of tokens
+        (1, 160, 40, 128),  # a short last group, whose last chunks are not there; rows that no program divides
+        (2, 800, 16, 256),  # groups of two steps, more than two, and a short last one
+        (11, 416, 33, 128),  # a second tile of tokens, not filled; more groups than warps
+        (35, 128, 24, 128),  # several programs of tokens
     ],
 )
-def test_linear_by_mma_interpreted(tokens, size, count, gated):
-    assert max(interpret(_interpreted_mma_linear, tokens, size, count, gated)) < 2e-3
+def test_linear_by_mma_interpreted(tokens, size, count, group_size, gated):
+    assert max(interpret(_interpreted_mma_linear, tokens, size, count, group_size, gated)) < 2e-3
 
 
 def _interpreted_mma_several(tokens, size, counts, with_bias):
@@ -358,7 +358,7 @@ def test_several_by_mma_interpreted(tokens, size, counts, with_bias):
     assert max(interpret(_interpreted_mma_several, tokens, size, counts, with_bias)) < 2e-3
 
 
-def _interpreted_mma_experts(case, num_shared, pairs, rows):
+def _interpreted_mma_experts(case, num_shared, pairs, *programs):
     from deepseek_accel.kernels import int4_mma, int4_mma_pairs
 
     hidden, *others, residual = make_experts(case, torch.float16, num_shared)
@@ -367,22 +367,82 @@ def _interpreted_mma_experts(case, num_shared, pairs, rows):
     exact = exact_mixture(hidden, *others, residual)
     out = torch.empty_like(hidden)
     riding = shared and tuple(weight.tensors() for weight in shared)
-    programs = (int4_mma.Program(1, 16, 2), int4_mma.Program(2, rows, rows // 16))
     launch = int4_mma_pairs.launch if pairs else int4_mma.launch_experts
-    launch(
-        hidden, indices, weights, gate_up.tensors(), down.tensors(), out, riding, residual, case[4], case[5], programs
-    )
+    sizes = (case[4], case[5], tuple(int4_mma.Program(*program) for program in programs))
+    launch(hidden, indices, weights, gate_up.tensors(), down.tensors(), out, riding, residual, *sizes)
     return relative_error(out, exact)
 
 
 @pytest.mark.parametrize(
-    "case, num_shared",
+    "case, num_shared, pairs, gate_up, down",
     [
-        ((2, 16, 4, 128, 160, 128), 0),  # an intermediate size that is no multiple of a group
-        ((5, 4, 2, 160, 128, 128), 1),
-        ((20, 3, 3, 128, 128, 128), 2),  # several tiles of an expert
+        ((2, 16, 4, 128, 160, 128), 0, False, (1, 16, 1), (1, 32, 1)),  # I is no multiple of a group
+        ((3, 4, 2, 544, 512, 256), 1, False, (2, 16, 1), (2, 16, 1)),  # groups of two steps
+        ((20, 3, 3, 128, 128, 128), 2, False, (1, 16, 2), (1, 32, 1)),  # several tiles of an expert
+        ((1, 16, 4, 128, 160, 128), 0, True, (2, 16, 1), (4, 16, 2)),
+        ((1, 4, 2, 544, 512, 256), 1, True, (4, 16, 1), (2, 32, 1)),
+        ((2, 3, 2, 128, 128, 128), 2, True, (1, 16, 1), (2, 32, 2)),
+        ((5, 4, 2, 160, 128, 128), 1, True, (1, 16, 1), (1, 16, 1)),  # D is no multiple of a program's rows
     ],
 )
-@pytest.mark.parametrize("pairs, rows", [(False, 16), (True, 16), (True, 32)])
-def test_experts_by_mma_interpreted(case, num_shared, pairs, rows):
-    assert interpret(_interpreted_mma_experts, case, num_shared, pairs, rows) < 3e-3
+def test_experts_by_mma_interpreted(case, num_shared, pairs, gate_up, down):
+    assert interpret(_interpreted_mma_experts, case, num_shared, pairs, gate_up, down) < 3e-3
+
+
+@pytest.mark.parametrize(
+    "tokens, dtype, group_size, taken",
+    [
+        (1, torch.bfloat16, 128, "int4_mma_pairs.launch"),
+        (4, torch.bfloat16, 256, "int4_mma_pairs.launch"),
+        (5, torch.float16, 128, "int4_mma.launch_experts"),
+        (24, torch.bfloat16, 128, "int4_mma.launch_experts"),  # 12 rows of an expert
+        (25, torch.bfloat16, 128, "int4_tiles.launch_experts"),
+        (1, torch.bfloat16, 64, "int4_pairs.launch"),
+        (4, torch.bfloat16, 64, "int4_tiles.launch_experts"),
+        (1, torch.float32, 128, "int4_pairs.launch"),
+        (2000, torch.bfloat16, 128, "plain_mixture"),
+    ],
+)
+def test_which_kernels_experts_take(monkeypatch, tokens, dtype, group_size, taken):
+    pytest.importorskip("triton")
+    from deepseek_accel.kernels import int4_mma, int4_mma_pairs, int4_pairs, int4_tiles
+
+    called = []
+    for module, name in (
+        (int4_mma, "launch_experts"),
+        (int4_mma_pairs, "launch"),
+        (int4_pairs, "launch"),
+        (int4_tiles, "launch_experts"),
+        (int4_experts, "plain_mixture"),
+    ):
+        place = name if name == "plain_mixture" else f"{module.__name__.rpartition('.')[2]}.{name}"
+        monkeypatch.setattr(module, name, lambda *_, place=place: called.append(place))
+    monkeypatch.setattr(int4_experts, "takes_kernels", lambda *_: True)
+    hidden, indices, weights, gate_up, down, _, _ = make_experts((tokens, 4, 2, 256, 256, group_size), dtype)
+    int4_experts.int4_experts(hidden, indices, weights, gate_up, down)
+    assert called == [taken]
+
+
+@pytest.mark.parametrize(
+    "tokens, size, dtype, taken",
+    [
+        (1, 4096, torch.bfloat16, "int4_dots"),
+        (1, 16384, torch.bfloat16, "int4_mma"),
+        (1, 16384, torch.float32, "int4_dots"),
+        (2, 4096, torch.bfloat16, "int4_mma"),
+        (32, 4096, torch.float16, "int4_mma"),
+        (33, 4096, torch.float16, "int4_tiles"),
+        (2, 4096, torch.float32, "int4_tiles"),
+    ],
+)
+def test_which_kernel_a_product_takes(monkeypatch, tokens, size, dtype, taken):
+    pytest.importorskip("triton")
+    from deepseek_accel.kernels import int4_dots, int4_mma, int4_tiles
+
+    called = []
+    monkeypatch.setattr(int4_dots, "launch", lambda *_, **__: called.append("int4_dots"))
+    monkeypatch.setattr(int4_mma, "launch_dense", lambda *_: called.append("int4_mma"))
+    monkeypatch.setattr(int4_tiles, "launch_dense", lambda *_: called.append("int4_tiles"))
+    monkeypatch.setattr(int4_linear, "takes_kernels", lambda *_: True)
+    int4_linear.int4_linear(randn(tokens, size, dtype=dtype), packed(2, size, dtype=dtype, group_size=128))
+    assert called == [taken]

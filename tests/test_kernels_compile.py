@@ -140,7 +140,7 @@ def lanes_of_mma(kernel, signature, constexprs, options, capability, num_warps):
 
 
 @pytest.mark.parametrize(
-    "name, capability", [("gate_up-1", 80), ("down-1", 100), ("dense-2", 90), ("down-v2-lite", 90)]
+    "name, capability", [("pairs-1", 80), ("gate_up-1", 80), ("down-1", 100), ("dense-2", 90), ("down-v2-lite-1", 90)]
 )
 def test_a_number_of_a_tensor_is_in_the_lane_that_mma_expects(name, capability):
     """`int4_mma` relies on it: number i is in lane i % 32 of warp i // 32, in each tensor that assembly takes or gives.
@@ -153,6 +153,54 @@ def test_a_number_of_a_tensor_is_in_the_lane_that_mma_expects(name, capability):
         expected = ("sizePerThread = [1]", "threadsPerWarp = [32]", f"warpsPerCTA = [{warps}]", "order = [0]")
         return count == 32 * warps and layout.startswith("#ttg.blocked") and all(part in layout for part in expected)
 
-    assert all(plain(*lane, warps) for lane in lanes_of_mma(*case, capability, warps))
-    other = lanes_of_mma(*case, capability, 2 * warps)  # a program that is too large: the check must see it
-    assert not any(plain(*lane, 2 * warps) for lane in other)
+    lanes = lanes_of_mma(*case, capability, warps)
+    assert all(plain(*lane, warps) for lane in lanes)
+    for part in ("sizePerThread", "threadsPerWarp"):  # the check can fail
+        assert not any(plain(count, layout.replace(part, "other"), warps) for count, layout in lanes)
+
+
+def loads_and_products(cubin, path):
+    """The main loop of an `int4_mma` kernel in machine code, by the nvdisasm in Triton's package: W a load of 16 bytes of
+    weights, s one of `upper_bits`, h a product."""
+    path.write_bytes(cubin)
+    text = subprocess.run(
+        [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    found, labels = "", {}
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(found)
+        operation = re.match(r"\s*/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+ )?(\S+)", line)
+        name = operation[1] if operation else ""
+        if name.startswith("LDG") and ".NA.128" in name:
+            found += "W"
+        elif name == "LDS":
+            found += "s"
+        elif name.startswith("HMMA"):
+            found += "h"
+        elif name.startswith("BRA") and (target := re.search(r"\.L_x_\d+", line)) and target[0] in labels:
+            body = found[labels[target[0]] :]
+            if "h" in body:
+                return body
+    raise AssertionError(f"no loop with products in it: {found}")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in discovered_cases() if case[0].startswith("int4_mma") and case[1] in (80, 90)],
+    ids=lambda case: case[0].replace(" ", "-"),
+)
+def test_weights_are_asked_for_before_the_products_of_the_step(case, tmp_path):
+    """What `upper_bits` is for. ptxas moved these loads behind the products once, and every step waited for them."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    _, capability, kernel, signature, constexprs, options = case
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs, options["attrs"]),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": options["num_warps"], "num_stages": 3},
+    )
+    body = loads_and_products(compiled.asm["cubin"], tmp_path / "kernel.cubin")
+    loads = 4 if constexprs.get("GATED") or constexprs["ROWS"] == 32 else 2
+    assert re.fullmatch(f"(W{{{loads}}}s)+", body.replace("h", "")), body

@@ -2,7 +2,8 @@
 
 One instruction (`int4_fragments.py`; compute capability 8.0 on) multiplies 16 rows of weights with 8 tokens over 16
 inputs. Which 16 inputs it takes is free. So a lane reads 16 bytes, 32 codes, of each of its two rows, the four lanes of
-a row together a group of 128, and uses them up in eight instructions. Only the last sum goes through shared memory.
+a row together a group of 128, and uses them up in eight instructions. Of what is added up only the last sum goes through shared
+memory.
 
 Two codes become two 16-bit numbers by one shift and one logical operation: with the upper bits of 128 in bf16, 1024 in
 fp16, a code is the number 128 + code. Scale, zero and what was added apply to the sums of a group, in fp32:
@@ -12,7 +13,7 @@ fp16, a code is the number 128 + code. Scale, zero and what was added apply to t
 where the sums of x are one more product, with ones. So a weight costs about two instructions, where `int4_dots.py`
 needs three and a half, and 8 tokens cost what one does.
 
-A step's weights, 128 inputs of the rows, are asked for one or two steps ahead, and so are the inputs of up to 8 tokens;
+A step's weights, 128 inputs of the rows, are asked for one or two steps ahead, inputs of up to 8 tokens one step;
 `upper_bits` sees to it that the compiler leaves them there.
 
 Every tensor is one number per lane, [32 * warps]: then no layout but the plain one exists, and lanes are where the
@@ -348,7 +349,7 @@ def choose_program(capability: tuple[int, int], form: int, steps: int, count: in
     if tiles == 2:
         return Program(min(8, most), 32) if steps > 32 else Program(min(4, most), 16)
     warps = 8 if steps > 32 else 4 if columns <= 396 else 2
-    at_once = {8: 132, 4: 396, 2: 924}[warps]
+    at_once = {8: 132, 4: 396, 2: 924}[warps]  # on an H200, as many registers as they take
     return Program(min(warps, most), 16, 2 if columns <= at_once else 1)
 
 
@@ -440,7 +441,7 @@ def launch_experts(
     group_size: int,
     programs: tuple[Program | None, Program | None] = (None, None),
 ) -> None:
-    """As `int4_forms.launch_experts`, in tiles of 8; tiles of 16 were slower at any number of tokens."""
+    """As `int4_forms.launch_experts`, in tiles of 8; with up to 4 rows an expert tiles of 16 were slower."""
 
     def launch(product: Product) -> None:
         launch_product(product, group_size, 1, programs[product.form == DOWN])
@@ -450,19 +451,23 @@ def launch_experts(
 
 
 def compile_cases() -> list[tuple]:
-    """(name, kernel, signature, constexprs, options) for V2-Lite in bf16, experts and its dense
-    MLP, and q, k and v of Qwen2-7B."""
+    """(name, kernel, signature, constexprs, options) in bf16: experts of V2-Lite and V3, V2-Lite's dense MLP, q, k and v
+    of Qwen2-7B, those and the head of LLM-7B."""
     arguments = int4_mma_kernel.arg_names
     signature, attrs = compile_signature(int4_mma_kernel)
     cases = []
     for form, name, size, count, experts, tokens in (
         (GATE_UP, "gate_up", 2048, 1408, (64, 8, 2), (1,)),
         (DOWN, "down", 1408, 2048, (64, 8, 2), (1,)),
+        (GATE_UP, "gate_up-v3", 7168, 2048, (256, 9, 1), (1,)),
         (PAIRS, "pairs", 2048, 1408, (64, 8, 2), (1,)),
+        (PAIRS, "pairs-v3", 7168, 2048, (256, 9, 1), (1,)),
+        (PAIRS, "pairs-routed-alone", 2048, 1408, (64, 6, 0), (1,)),
         (DENSE, "dense-gated", 2048, 10944, (1, 1, 0), (1, 2)),
         (DENSE, "dense", 10944, 2048, (1, 1, 0), (1, 2)),
         (DENSE, "head", 4096, 102400, (1, 1, 0), (1,)),
         (SEVERAL, "several", 3584, 4608, (3584, 512, 512), (1, 2)),
+        (SEVERAL, "several-7b", 4096, 12288, (4096, 4096, 4096), (1,)),
     ):
         gated = form in (GATE_UP, PAIRS) or "gated" in name
         has_bias = 7 if form == SEVERAL else False

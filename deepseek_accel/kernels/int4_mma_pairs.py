@@ -224,7 +224,7 @@ def launch(
 
 
 def compile_cases() -> list[tuple]:
-    """(name, kernel, signature, constexprs, options) for V2-Lite and V3 in bf16."""
+    """(name, kernel, signature, constexprs, options) for V2-Lite, also without shared experts, and V3 in bf16."""
     types = dict.fromkeys(("active", "residual", "out"), "*bf16") | {"indices": "*i64", "weights": "*fp32"}
     types |= dict.fromkeys(("words", "groups", "shared_words", "shared_groups"), "*i32")
     arguments = int4_mma_down_kernel.arg_names
@@ -234,12 +234,14 @@ def compile_cases() -> list[tuple]:
     for model, experts, top_k, size, intermediate, shared in (
         ("v2-lite", 64, 6, 2048, 1408, 2),
         ("v3", 256, 8, 7168, 2048, 1),
+        ("routed-alone", 64, 6, 2048, 1408, 0),
     ):
         for capability in (80, 90, 100):
-            program = choose_down((capability // 10, capability % 10), size, 1)
-            sizes = (experts, top_k, shared, True, size, intermediate, 128)
-            values = (*sizes, program.rows, program.warps, program.depth, capability >= 90)
-            fixed = dict(zip(arguments[arguments.index("E") :], values, strict=True))
-            options = {"num_warps": program.warps, "num_stages": 3, "capability": capability, "attrs": attrs}
-            cases.append((f"int4_mma_down-{model}", int4_mma_down_kernel, signature, fixed, options))
+            for tokens in (1, 2, 4):
+                program = choose_down((capability // 10, capability % 10), size, tokens)
+                sizes = (experts, top_k, shared, shared > 0, size, intermediate, 128)
+                values = (*sizes, program.rows, program.warps, program.depth, capability >= 90)
+                fixed = dict(zip(arguments[arguments.index("E") :], values, strict=True))
+                options = {"num_warps": program.warps, "num_stages": 3, "capability": capability, "attrs": attrs}
+                cases.append((f"int4_mma_down-{model}-{tokens}", int4_mma_down_kernel, signature, fixed, options))
     return cases

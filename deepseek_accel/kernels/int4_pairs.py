@@ -1,4 +1,4 @@
-"""Experts of four bits for few tokens: every pair of token and expert reads its expert's rows once.
+"""One token's experts of four bits, where `int4_mma_pairs.py` cannot read the weights: each pair reads its rows once.
 
 `experts_pairs.py` with packed weights: the same pairs in the same order, shared experts first.
 """
