@@ -160,8 +160,8 @@ def test_a_number_of_a_tensor_is_in_the_lane_that_mma_expects(name, capability):
 
 
 def loads_and_products(cubin, path):
-    """The main loop of an `int4_mma` kernel in machine code, by the nvdisasm in Triton's package: W a load of 16 bytes of
-    weights, s one of `upper_bits`, h a product."""
+    """The main loop of an `int4_mma` kernel in machine code, by the nvdisasm in Triton's package: W a load of 16 bytes
+    of weights, s one of `upper_bits`, h a product."""
     path.write_bytes(cubin)
     text = subprocess.run(
         [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)], capture_output=True, text=True, check=True

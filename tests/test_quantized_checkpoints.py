@@ -280,6 +280,8 @@ def test_the_command(sources, tmp_path, capsys):
     assert "layer 1: output" in said and "6 weights in 4 bits" in said
     assert load_quantized(tmp_path / "awq").generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
     assert cli.main(words) == 2 and "not an empty directory" in capsys.readouterr().err
+    assert cli.main(["quantize", "tiny", str(tmp_path / "bundled"), "--method", "rtn", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["quantized"] == 206
     assert cli.main(["quantize", str(source), str(tmp_path / "no")]) == 2
     assert "AWQ needs text" in capsys.readouterr().err
 

@@ -142,12 +142,15 @@ def place(model: Any, device: Any) -> None:
 def quantize(arguments: argparse.Namespace) -> int:
     from ..bench import tables
     from ..errors import PlanError
+    from ..models import path
     from ..quantization.write import write_quantized
 
     if arguments.method == "rtn" and (arguments.text or arguments.calibration or arguments.no_feedback):
         raise PlanError("`--method rtn` rounds to nearest: --text, --calibration and --no-feedback do nothing there")
     if not arguments.shard_gb > 0:
         raise PlanError(f"--shard-gb must be above 0, got {arguments.shard_gb:g}")
+    if arguments.model_dir == "tiny":
+        arguments.model_dir = str(path())
     calibration = _calibrate(arguments) if arguments.method == "awq" else None
     written = write_quantized(
         arguments.model_dir,
@@ -239,7 +242,7 @@ def drafts(arguments: argparse.Namespace) -> int:
 
 
 def _quantize_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model_dir", metavar="MODEL_DIR", help="the directory of a 16-bit checkpoint")
+    command.add_argument("model_dir", metavar="MODEL_DIR", help="the directory of a 16-bit checkpoint, or tiny")
     command.add_argument("out_dir", metavar="OUT_DIR", help="a directory to make, in the layout of AutoAWQ")
     command.add_argument("--method", choices=("awq", "rtn"), default="awq", help="awq (default) or round to nearest")
     command.add_argument("--text", nargs="+", metavar="FILE", help="text files to calibrate on (awq)")

@@ -2,8 +2,8 @@
 
 One instruction (`int4_fragments.py`; compute capability 8.0 on) multiplies 16 rows of weights with 8 tokens over 16
 inputs. Which 16 inputs it takes is free. So a lane reads 16 bytes, 32 codes, of each of its two rows, the four lanes of
-a row together a group of 128, and uses them up in eight instructions. Of what is added up only the last sum goes through shared
-memory.
+a row together a group of 128, and uses them up in eight instructions. Of what is added up only the last sum goes
+through shared memory.
 
 Two codes become two 16-bit numbers by one shift and one logical operation: with the upper bits of 128 in bf16, 1024 in
 fp16, a code is the number 128 + code. Scale, zero and what was added apply to the sums of a group, in fp32:
@@ -451,8 +451,8 @@ def launch_experts(
 
 
 def compile_cases() -> list[tuple]:
-    """(name, kernel, signature, constexprs, options) in bf16: experts of V2-Lite and V3, V2-Lite's dense MLP, q, k and v
-    of Qwen2-7B, those and the head of LLM-7B."""
+    """(name, kernel, signature, constexprs, options) in bf16: experts of V2-Lite and V3, V2-Lite's dense MLP, q, k and
+    v of Qwen2-7B, the same and the head of LLM-7B."""
     arguments = int4_mma_kernel.arg_names
     signature, attrs = compile_signature(int4_mma_kernel)
     cases = []

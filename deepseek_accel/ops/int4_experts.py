@@ -15,8 +15,8 @@ from .int4_linear import check_input, native_linear, takes_kernels, takes_mma, t
 from .projection import gated_project, project
 
 PAIR_TOKENS = 4
-"""Up to so many tokens, where `takes_mma`, pairs of token and expert run each for itself. H200, with shared experts, us,
-and sorted: V2-Lite, 2 tokens 31 and 44, 4 tokens 55 and 59; V3, 4 tokens 273 and 325."""
+"""Up to so many tokens, where `takes_mma`, pairs of token and expert run each for itself. H200, with shared experts,
+us, and sorted: V2-Lite, 2 tokens 31 and 44, 4 tokens 55 and 59; V3, 4 tokens 273 and 325."""
 MMA_ROWS = 12
 """Up to so many rows of an expert, where `takes_mma`, weights go from registers to tensor cores. H200, V2-Lite with
 shared experts (other models were not timed near the limit), us, and unpacked through shared memory: 32 tokens (3 rows)
@@ -87,8 +87,8 @@ def int4_experts_reference(
 def int4_experts(hidden: Tensor, indices: Tensor, weights: Tensor, gate_up: Int4Weight, down: Int4Weight) -> Tensor:
     """`ops.experts.fused_experts` with packed weights gate_up [E, 2I, D] and down [E, D, I], in one group size.
 
-    The same contract: dropped experts contribute nothing and are not read, sums run in fp32 in a fixed order, rows do not
-    influence each other. Differentiable with respect to hidden and weights, through torch.
+    The same contract: dropped experts contribute nothing and are not read, sums run in fp32 in a fixed order, rows do
+    not influence each other. Differentiable with respect to hidden and weights, through torch.
     Raises ValueError if shapes, dtypes or devices do not fit together.
     """
     _check(hidden, indices, weights, gate_up, down)
