@@ -39,11 +39,7 @@ def load_directory(directory: str | os.PathLike[str], dtype: Any = "auto") -> An
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
         )
-    if missing := sorted(info["missing_keys"]):
-        raise CheckpointError(
-            f"{str(directory)!r} has no tensors for {len(missing)} parameters of {type(model).__name__}, such as "
-            f"{missing[0]}. Is every file of the checkpoint there?"
-        )
+    models.require_tensors(directory, type(model), info)
     layers = model.config.num_hidden_layers
     unused = [k for k in sorted(info["unexpected_keys"]) if not ((m := LAYER.match(k)) and int(m[1]) >= layers)]
     if unused:

@@ -87,12 +87,11 @@ def checkpoint_plan(directory: str, config: str | None = None, device_name: str 
     from ..bench.floor import cache_of
     from ..config import OptimizeConfig
     from ..errors import UnsupportedModelError
-    from ..models import path
     from ..quantization.files import local_config
 
     options = OptimizeConfig.lossless() if config is None else OptimizeConfig.from_json(config)
     device = resolve_device(device_name)
-    model_config = local_config(str(path()) if directory == "tiny" else directory)
+    model_config = local_config(_directory(directory))
     remarks = []
     if (quantized := getattr(model_config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
@@ -139,18 +138,23 @@ def place(model: Any, device: Any) -> None:
     model.tie_weights()
 
 
+def _directory(name: str) -> str:
+    """A checkpoint directory as given, or that of the bundled model."""
+    from ..models import path
+
+    return str(path()) if name == "tiny" else name
+
+
 def quantize(arguments: argparse.Namespace) -> int:
     from ..bench import tables
     from ..errors import PlanError
-    from ..models import path
     from ..quantization.write import write_quantized
 
     if arguments.method == "rtn" and (arguments.text or arguments.calibration or arguments.no_feedback):
         raise PlanError("`--method rtn` rounds to nearest: --text, --calibration and --no-feedback do nothing there")
     if not arguments.shard_gb > 0:
         raise PlanError(f"--shard-gb must be above 0, got {arguments.shard_gb:g}")
-    if arguments.model_dir == "tiny":
-        arguments.model_dir = str(path())
+    arguments.model_dir = _directory(arguments.model_dir)
     calibration = _calibrate(arguments) if arguments.method == "awq" else None
     written = write_quantized(
         arguments.model_dir,

@@ -333,21 +333,22 @@ def choose_program(capability: tuple[int, int], form: int, steps: int, count: in
     V2-Lite's experts with shared ones, 8 tokens 78 with one warp, 80 with two (90), 32 tokens 122 and 134 (153); V3's,
     8 tokens 609 and 515. Two steps ahead only pay where all programs run at once.
 
-    16 and 32 tokens: 4,096 x 4,096 16 and 16, with 8 warps of 32 rows 13 and 24; 11,008 x 4,096 34 and 36, 23 and 37;
-    10,944 x 2,048 30 and 33, 22 and 20; 18,432 x 7,168 32 tokens 109, with 4 warps of 32 rows 80.
+    16 and 32 tokens, 4 warps of 16 rows: 4,096 x 4,096 16 and 16, 11,008 x 4,096 34 and 36, 10,944 x 2,048 30 and 33;
+    8 warps of 32 rows, 16 tokens with a loop that was not unrolled: 13 and 24, 23 and 37, 22 and 20. 18,432 x 7,168, 32
+    tokens: 109, with 4 warps of 32 rows 80.
     """
     most = triton.next_power_of_2(steps)
+    if form in (GATE_UP, DOWN):
+        return Program(1 if steps <= 16 else 2, 16 if gated else 32)
+    if form == PAIRS and steps > 32:
+        return Program(4, 16)
     if gated:
-        return Program(
-            min(1 if form == GATE_UP and steps <= 16 else 4 if form == PAIRS and steps > 32 else 2, most), 16
-        )
-    if form == DOWN:
-        return Program(min(1 if steps <= 16 else 2, most), 32)
+        return Program(min(2, most), 16)
     columns = -(-count // 16)
     if columns >= 448 and form != SEVERAL:
         return Program(min(4, most), 32, 2 if tiles == 1 else 1)
     if tiles == 2:
-        return Program(min(8, most), 32) if steps > 32 else Program(min(4, most), 16)
+        return Program(8, 32) if steps > 32 else Program(min(4, most), 16)
     warps = 8 if steps > 32 else 4 if columns <= 396 else 2
     at_once = {8: 132, 4: 396, 2: 924}[warps]  # on an H200, as many registers as they take
     return Program(min(warps, most), 16, 2 if columns <= at_once else 1)

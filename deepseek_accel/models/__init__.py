@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
+
 _DATA = Path(__file__).parent / "data"
 TINY, TINY_DRAFT = "deepseek-tiny", "deepseek-tiny-draft"
 
@@ -32,6 +34,18 @@ def no_mtp_warning() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(level)
+
+
+def require_tensors(directory: Any, cls: type, info: dict[str, Any]) -> None:
+    """Raise CheckpointError if parameters of a model had no tensors: transformers draws them at random and goes on.
+
+    info: what `from_pretrained(..., output_loading_info=True)` gives beside the model, a `cls`.
+    """
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{str(directory)!r} has no tensors for {len(missing)} parameters of {cls.__name__}, such as {missing[0]}. "
+            "Is every file of the checkpoint there?"
+        )
 
 
 def load_tiny(name: str = TINY, *, dtype: Any = "auto", device: Any = None, **kwargs: Any) -> tuple[Any, Any]:

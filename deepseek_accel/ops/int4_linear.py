@@ -2,7 +2,7 @@
 
 On a GPU few tokens go through tensor cores with weights straight from registers (`kernels/int4_mma.py`), where those
 can read the weights; one token is a dot product per row (`kernels/int4_dots.py`), but for the gate and up of an MLP,
-several weights of one input and long rows, which go there too. More tokens have weights unpacked tile by tile
+several weights of one input and very long rows, which go there too. More tokens have weights unpacked tile by tile
 (`kernels/int4_tiles.py`), many the whole weight unpacked once, for cuBLAS. On a CPU few tokens take torch's own
 four-bit product where it fits (`takes_native`). Elsewhere, and where a gradient of the input is wanted, the weight is
 unpacked for torch.
@@ -24,8 +24,9 @@ MMA_TOKENS = 32
 4,096 x 11,008: 8 tokens 20.2 and 52.3, 32 tokens 57 and 74, one token 18.6 and, by dot products, 22.6."""
 MMA_SIZE = 16384
 """One token goes there too from so many inputs on. H200, us, and by dot products: 18,432 x 7,168 26.3 and 39.2, 18,944
-x 3,584 17.1 and 22.2, 11,008 x 4,096 11.2 and 13.7, 10,944 x 2,048 7.2 and 7.5, but 4,096 x 4,096 6.0 and 5.7, 3,584 x
-3,584 5.2 and 5.0."""
+x 3,584 17.1 and 22.2, 4,096 x 4,096 6.0 and 5.7. Between, 11,008 x 4,096 takes 11.2 and 13.7 alone, but a token of
+LLM-7B took 2.38 ms with it there, and 2.28 by dot products and otherwise earlier kernels: probably since dot products
+ask for their rows while the kernel before computes."""
 TILE_TOKENS = 128
 """Up to so many tokens, weights are unpacked tile by tile. H200, bf16, 4,096 x 11,008, us, with an earlier form of the
 tiles: 32 tokens 30 and 58 unpacked first, 128 tokens 52 and 59; 4,096 tokens 509 unpacked first, 482 a bf16 product."""

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils.output_capturing import OutputRecorder
 
-from ...errors import CheckpointError
+from .. import require_tensors
 from . import checkpoint
 from .configuration_deepseek import DeepseekConfig
 
@@ -129,11 +129,7 @@ class DeepseekPreTrainedModel(PreTrainedModel):
         _check_directory(cls, pretrained_model_name_or_path, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        if missing := sorted(info["missing_keys"]):
-            raise CheckpointError(
-                f"{str(pretrained_model_name_or_path)!r} has no tensors for {len(missing)} parameters of "
-                f"{cls.__name__}, such as {missing[0]}. Is every file of the checkpoint there?"
-            )
+        require_tensors(pretrained_model_name_or_path, cls, info)
         return (model, info) if wants_info else model
 
 
